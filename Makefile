@@ -8,23 +8,27 @@
 # make outside  vLLM's own tests of offloading, SGLang's and LMCache's own classes and programs, against kvstore (tests/outside)
 # make lint   ruff, mypy, import contracts, schemas of deploy/, the rules of tests/project for code and pages
 # make docs   the documentation, into site/
+# make packages  the wheel and the source distribution, installed into empty environments
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
 # Each of the programs that tests start would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
-# Heavy tests (engines, torture) run by files, which share engines. Failed tests run once more, alone.
-TESTED := $(PY) -m tests.second_chance -q -n 2
+# Failed tests run once more, alone.
+TESTED := $(PY) -m tests.second_chance -q
+MARKS := not walk and not repository
 QUICK := not walk and not repository and (smoke or not (engine or matrix or torture or program))
-# Tests here import vLLM or torch, which takes ten seconds in each process.
-IMPORT_VLLM := tests/vllm tests/transfer
+# Tests here import vLLM or torch, or start engines from a process that does. The import takes ten seconds, so they have
+# one process, beside those of the other tests.
+IMPORT_VLLM := tests/vllm tests/transfer tests/redis/test_vllm.py tests/s3/test_vllm.py
+SIDE_BY_SIDE := --no-print-directory --keep-going --jobs=2 --output-sync=line test-core test-vllm
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-vllm test-all test-versions test-gpu test-docs campaign outside lint docs
+.PHONY: help setup demo test test-core test-vllm test-all test-versions test-gpu test-docs campaign outside lint docs packages
 .SILENT:
 
 help:
@@ -38,24 +42,24 @@ demo: setup
 
 test: setup
 	status=0; \
-	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-core test-vllm || status=$$?; \
+	KVSTORE_TEST_SIZE=quick $(MAKE) $(SIDE_BY_SIDE) MARKS="$(QUICK)" || status=$$?; \
 	echo "Not run: tests marked engine, matrix, torture or program (make test-all), repository (make lint) or walk (make test-versions)"; \
 	exit $$status
 
-# Three at a time, as they wait for a third of their time; so do all tests together.
+test-all: setup
+	$(MAKE) $(SIDE_BY_SIDE)
+
+# Three at a time, as they wait for a third of their time.
 test-core:
-	KVSTORE_TEST_SIZE=quick $(TESTED) -n 3 --dist loadgroup -m "$(QUICK)" $(IMPORT_VLLM:%=--ignore=%) $(PYTEST_EXTRA)
+	$(TESTED) -n 3 --dist loadgroup -m "$(MARKS)" $(IMPORT_VLLM:%=--ignore=%) $(PYTEST_EXTRA)
 
 test-vllm:
-	KVSTORE_TEST_SIZE=quick $(TESTED) -n 0 -m "$(QUICK)" $(IMPORT_VLLM) $(PYTEST_EXTRA)
-
-test-all: setup
-	$(TESTED) -n 3 --dist loadgroup -m "not walk and not repository" $(PYTEST_EXTRA)
+	$(TESTED) -n 0 -m "$(MARKS)" $(IMPORT_VLLM) $(PYTEST_EXTRA)
 
 # Where a version can't be had, its test skips itself, and says so.
 test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
-	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(TESTED) --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
+	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(TESTED) -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
 		tests/vllm/test_walk.py tests/vllm/test_each_version.py $(PYTEST_EXTRA)
 
 test-gpu:
@@ -85,3 +89,6 @@ lint: setup
 
 docs: setup
 	$(PY) -m mkdocs build --strict --quiet
+
+packages: setup
+	scripts/check_dist.sh

@@ -44,45 +44,46 @@ class Hedges:
         self._jobs = core.jobs
         self._gate = gate
         self._clock = core.clock
-        self._blocks_max = max(1, int(core.primary.slots * _SLOTS_SHARE))
-        self._budget = 0.0
+        self.blocks_max = max(1, int(core.primary.slots * _SLOTS_SHARE))
+        """Most blocks of unreported hedges."""
+        self.budget = 0.0
         """Blocks that may be hedged now."""
-        self._under_way = 0
+        self.under_way = 0
         """Blocks of unreported hedges."""
-        self._due: list[tuple[float, int, OpenJob]] = []
+        self.due: list[tuple[float, int, OpenJob]] = []
         """Heap of loads by the time at which they become unusually slow. Reported loads stay in it until then."""
 
     def note_load(self, job: OpenJob) -> None:
         """Note a load that a request waits for."""
-        self._budget = min(self._blocks_max, self._budget + _BUDGET * len(job.transfer.keys))
+        self.budget = min(self.blocks_max, self.budget + _BUDGET * len(job.transfer.keys))
         usual_s = self._gate.p95_s(job.link.index, job.under_way)
         if usual_s is not None:
-            heapq.heappush(self._due, (job.since + usual_s, job.transfer.job_id, job))
+            heapq.heappush(self.due, (job.since + usual_s, job.transfer.job_id, job))
 
     def start_due(self) -> None:
         """Begin the hedges that are due and affordable, the oldest first; once per step."""
         now, unknown = self._clock(), []
-        while self._due and self._due[0][0] <= now:
-            job = self._due[0][2]
+        while self.due and self.due[0][0] <= now:
+            job = self.due[0][2]
             size = len(job.transfer.keys)
             is_waited_for = job.state is not None and not job.state.finished
-            if is_waited_for and size <= self._blocks_max and self._jobs.is_open(job) and not job.abandoned:
-                if size > min(self._budget, self._blocks_max - self._under_way):
+            if is_waited_for and size <= self.blocks_max and self._jobs.is_open(job) and not job.abandoned:
+                if size > min(self.budget, self.blocks_max - self.under_way):
                     break
                 link, may_follow = self._second_tier(job)
                 if link is not None:
                     self._start(job, link, now)
                 elif may_follow:
-                    unknown.append(self._due[0])
-            heapq.heappop(self._due)
+                    unknown.append(self.due[0])
+            heapq.heappop(self.due)
         for entry in unknown:
-            heapq.heappush(self._due, entry)
+            heapq.heappush(self.due, entry)
 
     def finish(self, hedge: OpenJob, result: JobResult) -> None:
         """Process the report of a hedge. If it wins, it replaces the first load, which is abandoned."""
         keys, first = hedge.transfer.keys, hedge.first
         if not hedge.lost:
-            self._under_way -= len(keys)
+            self.under_way -= len(keys)
         self.counts.extra_bytes += result.size_bytes
         if not result.success or first is None or first.abandoned or not self._jobs.is_open(first):
             return
@@ -96,11 +97,11 @@ class Hedges:
 
     def lose(self, hedge: OpenJob) -> None:
         """Release the capacity of a hedge whose report may never arrive."""
-        self._under_way -= len(hedge.transfer.keys)
+        self.under_way -= len(hedge.transfer.keys)
 
     def clear(self) -> None:
         """Start no hedges for the current loads. Not needed at a reset, which abandons all loads."""
-        self._due.clear()
+        self.due.clear()
 
     def _second_tier(self, job: OpenJob) -> tuple[TierLink | None, bool]:
         """Return a later tier that holds all blocks of a load; if none, whether an answer is still outstanding."""
@@ -126,7 +127,7 @@ class Hedges:
         hedge = OpenJob(TransferJob(self._jobs.new_id(), keys, slots, job.transfer.ctx), link, True, None, since=now)
         hedge.abandoned, hedge.first, hedge.under_way = True, job, link.loading + len(keys)
         hedge.deadline = now + self._core.config.load_s_max
-        self._budget -= len(keys)
-        self._under_way += len(keys)
+        self.budget -= len(keys)
+        self.under_way += len(keys)
         self.counts.hedged += len(keys)
         self._jobs.submit(hedge)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -32,9 +33,6 @@ while the next is read, and to keep loads from waiting long behind stores."""
 
 _PART_BYTES_MAX = 16 << 20
 
-_TURN_BYTES = 16 << 20
-"""Maximum bytes hashed on the loop per iteration: xxh3 then blocks it for one or two milliseconds."""
-
 _PARTS_PER_JOB = 8
 """Target number of parts of a job, within these bounds."""
 
@@ -42,32 +40,36 @@ _FIRST_PART = 4
 """Divisor of the first part of a store on an idle tier; each following part is twice as long as the one before. The
 medium starts immediately and stays busy while the longer parts are hashed."""
 
-_HEADERS_MAX = 1024
-"""Maximum header buffers, and therefore blocks, in flight per tier (4 MiB of buffers for disk tiers)."""
-
 _PAGE = 4096
-
-_REPLACE_TIMEOUT_S = 0.5
-"""Time limit for removing records before their replacements are put. A medium in recovery takes far longer, and
-remaining records do no harm."""
 
 _THREADS = 2
 """Threads for encoding, for decoding, and for hashing more long blocks than the loop can. Otherwise raw blocks are
 hashed on the loop: xxh3 runs at memory speed, so a thread would only add overhead."""
 
-_BATCH_BYTES = 4 << 20
-"""Approximate bytes of blocks encoded together: enough to make the wait for the GIL at the end negligible, and few
-enough for two threads to share a job."""
-
 _BATCH_BLOCKS_MAX = 256
 """Maximum blocks encoded together, because views of all rows exist at once."""
 
-_PAYLOAD_BATCHES = 8
-"""Batches of encoded payloads in flight to the medium: one is written while the next is encoded, and a network needs
-several."""
-
 _SCRATCH_BATCHES = 4
 """Batches of scratch memory: two threads, each with two buffers between which the steps of a chain alternate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a tier's block mover."""
+
+    # Maximum bytes hashed on the loop per iteration: xxh3 then blocks it for one or two milliseconds.
+    turn_bytes: int = 16 << 20
+    # Maximum header buffers, and therefore blocks, in flight per tier (4 MiB of buffers for disk tiers).
+    headers_max: int = 1024
+    # Time limit for removing records before their replacements are put. A medium in recovery takes far longer, and
+    # remaining records do no harm.
+    replace_timeout_s: float = 0.5
+    # Approximate bytes of blocks encoded together: enough to make the wait for the GIL at the end negligible, and few
+    # enough for two threads to share a job.
+    batch_bytes: int = 4 << 20
+    # Batches of encoded payloads in flight to the medium: one is written while the next is encoded, and a network needs
+    # several.
+    payload_batches: int = 8
 
 
 class RunningJob:
@@ -163,8 +165,10 @@ class BlockMover:
         codecs: TierCodecs | None = None,
         refused: RefusedRecords | None = None,
         on_found: Callable[[Sequence[BlockKey]], None] | None = None,
+        limits: Limits = Limits(),
     ) -> None:
         self._backend = backend
+        self._limits = limits
         self._slots = slots
         self._on_put, self._on_found = on_put, on_found or on_put
         self.codecs = codecs or TierCodecs("raw", namespace)
@@ -174,8 +178,8 @@ class BlockMover:
         # With page-aligned headers, the medium moves whole pages, and would copy a payload that ends within a page.
         unit = backend.alignment if backend.alignment >= _PAGE else 1
         self._encoder = Encoder(self._records, self.codecs.chain, unit=unit)
-        self._batch_blocks = min(_BATCH_BLOCKS_MAX, max(1, _BATCH_BYTES // slots.slot_bytes))
-        self._headers = BufferPool(backend.alignment, _HEADERS_MAX)
+        self._batch_blocks = min(_BATCH_BLOCKS_MAX, max(1, limits.batch_bytes // slots.slot_bytes))
+        self._headers = BufferPool(backend.alignment, limits.headers_max)
         self._bytes = Limiter(max(inflight_bytes, slots.slot_bytes))
         self._hashed_bytes = 0
         self._turn_ended = asyncio.Event()
@@ -186,7 +190,7 @@ class BlockMover:
         """Cut a job into parts that may run concurrently."""
         blocks, slot_bytes = len(running.job.keys), self._slots.slot_bytes
         wanted_bytes = min(_PART_BYTES_MAX, max(_PART_BYTES, blocks * slot_bytes // _PARTS_PER_JOB))
-        size = longest = min(_HEADERS_MAX, max(1, wanted_bytes // slot_bytes))
+        size = longest = min(self._limits.headers_max, max(1, wanted_bytes // slot_bytes))
         if running.job.kind is JobKind.STORE:
             if not self._is_raw:
                 size = longest = min(longest, self._batch_blocks)
@@ -263,7 +267,7 @@ class BlockMover:
     @cached_property
     def _payload_rows(self) -> BufferPool:
         """Rows for payloads until they have been put."""
-        return BufferPool(self._row_bytes, self._batch_blocks * _PAYLOAD_BATCHES)
+        return BufferPool(self._row_bytes, self._batch_blocks * self._limits.payload_batches)
 
     @cached_property
     def _scratch(self) -> BufferPool:
@@ -384,9 +388,9 @@ class BlockMover:
 
         Without room, long blocks are hashed on a thread: their medium is faster than the loop.
         """
-        if self._hashed_bytes >= _TURN_BYTES and self._slots.slot_bytes >= LONG_BYTES:
+        if self._hashed_bytes >= self._limits.turn_bytes and self._slots.slot_bytes >= LONG_BYTES:
             return await self._workers.call(work, precedence=precedence)
-        while self._hashed_bytes >= _TURN_BYTES:
+        while self._hashed_bytes >= self._limits.turn_bytes:
             await self._turn_ended.wait()
         if not self._hashed_bytes:
             self._turn_ended.clear()
@@ -410,7 +414,7 @@ class BlockMover:
         pairs = zip(keys, payloads, strict=True)
         if replaced := [key for key, payload in pairs if payload is not None and key in unreadable]:
             try:
-                async with asyncio.timeout(_REPLACE_TIMEOUT_S):
+                async with asyncio.timeout(self._limits.replace_timeout_s):
                     await self._backend.delete(replaced)
             except TimeoutError:
                 kept |= set(replaced)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from stat import S_ISLNK
 from typing import Any, Final
 
@@ -33,18 +34,21 @@ NO_ADAPTER: Final = bytes(DIGEST_BYTES)
 _FILES: Final = ("adapter_config.", "adapter_model.", "new_embeddings.")
 """Prefixes of the names of files that vLLM loads. The directory may also contain gigabytes of a trainer's state."""
 
-_CHECK_S: Final = 10.0
-"""Time after which a request no longer waits for the check of its adapter. Reading gigabytes takes seconds."""
 
-_THREADS_MAX: Final = 32
-"""Adapters checked at once. One on a file system that hangs keeps a thread until the file system answers."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the checks of adapters."""
 
-_WAITING_MAX: Final = 1024
-"""Adapters that wait for a thread: more than an engine has requests for."""
+    # Time after which a request no longer waits for the check of its adapter. Reading gigabytes takes seconds.
+    check_s: float = 10.0
+    # Adapters checked at once. One on a file system that hangs keeps a thread until the file system answers.
+    threads_max: int = 32
+    # Adapters that wait for a thread: more than an engine has requests for.
+    waiting_max: int = 1024
+    # Adapters with a digest (some 16 MB). Further ones get none: if an old one were dropped, a change of its files
+    # would stay undetected.
+    known_max: int = 16384
 
-_KNOWN_MAX: Final = 16384
-"""Adapters with a digest (some 16 MB). Further ones get none: if an old one were dropped, a change of its files would
-stay undetected."""
 
 _Version = tuple[str, int, int, int, int]
 """Name, size, times of modification and change, and inode of a file."""
@@ -65,13 +69,13 @@ class _Known:
 class Check:
     """The check of an adapter, for the requests that came before its start."""
 
-    def __init__(self, name: str, path: str, *, download: bool) -> None:
+    def __init__(self, name: str, path: str, *, download: bool, limit_s: float) -> None:
         self.name, self.path, self.download = name, path, download
         # Digest of the adapter's content; None if it is ambiguous or late.
         self.digest: bytes | None = None
         self.signature: _Signature = ()  # Versions of the files with this digest, and of a link to their directory.
         self.has_ended = False
-        self._deadline = time.monotonic() + _CHECK_S
+        self._deadline = time.monotonic() + limit_s
 
     @property
     def is_done(self) -> bool:
@@ -87,7 +91,8 @@ class Adapters:
     engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = Limits()) -> None:
+        self._limits = limits
         self._changed = threading.Condition()
         """Protects all fields."""
         self._known: dict[tuple[str, ...], _Known] = {}
@@ -98,11 +103,11 @@ class Adapters:
 
     def check(self, adapter: Any) -> Check:
         """Begin to check an adapter. ``adapter``: vLLM's ``LoRARequest``."""
-        return self._begin(Check(str(adapter.lora_name), str(adapter.lora_path), download=True))
+        return self._begin(str(adapter.lora_name), str(adapter.lora_path), download=True)
 
     def check_again(self, first: Check) -> Check:
         """Begin another check of an adapter, which a worker may have loaded by now, without asking a hub."""
-        return self._begin(Check(first.name, first.path, download=False))
+        return self._begin(first.name, first.path, download=False)
 
     def is_unchanged(self, first: Check, again: Check) -> bool:
         """Return whether the files were the same at two checks; if they were not, the adapter has no digest any more.
@@ -116,19 +121,18 @@ class Adapters:
             return False
         return again.digest is not None
 
-    def _begin(self, new: Check) -> Check:
+    def _begin(self, name: str, path: str, *, download: bool) -> Check:
         """Begin a check, unless one of the adapter waits to begin; return the one that begins after this call."""
-        name, path = new.name, new.path
         with self._changed:
             check = self._waiting.get((name, path))
             if check is not None:
                 return check
-            check = new
-            if len(self._waiting) >= _WAITING_MAX:
+            check = Check(name, path, download=download, limit_s=self._limits.check_s)
+            if len(self._waiting) >= self._limits.waiting_max:
                 check.has_ended = True
                 return check
             self._waiting[name, path] = check
-            if self._threads < min(_THREADS_MAX, len(self._running) + len(self._waiting)):
+            if self._threads < min(self._limits.threads_max, len(self._running) + len(self._waiting)):
                 # At a limit of threads, the check waits for a running thread, or is late.
                 with suppress(RuntimeError, MemoryError):
                     # A daemon, because a file system that hangs must not prevent the exit of the process.
@@ -161,8 +165,8 @@ class Adapters:
         with self._changed:
             known = self._known.get(names)
             if known is None:
-                if len(self._known) >= _KNOWN_MAX:
-                    raise RuntimeError(f"this engine has used {_KNOWN_MAX} other adapters since its start")
+                if len(self._known) >= (most := self._limits.known_max):
+                    raise RuntimeError(f"this engine has used {most} other adapters since its start")
                 known = self._known[names] = _Known()
             if known.has_changed or signature == known.signature:
                 return None if known.has_changed else known.digest

@@ -17,8 +17,7 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import BufferPool, SlotBuffers
 from kvstore.runtime.limits import Precedence
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers import block_mover
-from kvstore.tiers.block_mover import BlockMover, RunningJob
+from kvstore.tiers.block_mover import BlockMover, Limits, RunningJob
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.types import Outcome
 from tests.codec.coding import numbers
@@ -45,17 +44,16 @@ async def test_buffers_are_bounded_aligned_and_in_order() -> None:
     pool.close()
 
 
-async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_jobs_share_few_rows() -> None:
     """Stores and loads of many times the available rows, all at once, some cancelled, end with the right bytes."""
-    monkeypatch.setattr(block_mover, "_BATCH_BYTES", 2 * SLOT)
-    monkeypatch.setattr(block_mover, "_PAYLOAD_BATCHES", 2)
     backend = MemoryBackend(MemoryConfig())
     await backend.open(NAMESPACE, RecordGeometry(backend.alignment, SLOT))
     original = numbers(BLOCKS * SLOT)
     primary = bytearray(original * 4)
     slots = SlotBuffers(memoryview(primary), SLOT)
     codecs = TierCodecs("byteplane+zstd:1", NAMESPACE)
-    mover = BlockMover(backend, NAMESPACE, slots, 1 << 20, lambda keys: None, codecs)
+    limits = Limits(batch_bytes=2 * SLOT, payload_batches=2)
+    mover = BlockMover(backend, NAMESPACE, slots, 1 << 20, lambda keys: None, codecs, limits=limits)
     rng = random.Random(1)
 
     async def run(kind: JobKind, name: bytes, cancel: bool, place: int = 0) -> bytes:

@@ -54,7 +54,7 @@ class Rig:
         hedges, gate = self.manager._hedges, self.manager._gate
         assert hedges is not None and gate is not None
         self.hedges = hedges
-        hedges._blocks_max = 4
+        hedges.blocks_max = 4
         # Timings on a busy machine must not matter here: every load that lasts for a step is hedged.
         gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
         self.keys = [b"key-%04d" % number for number in range(BLOCKS)]
@@ -88,7 +88,7 @@ class Rig:
     def step(self) -> None:
         """Check the slots that tiers may not touch, make a step with room for hedges, and check them again."""
         self.check()
-        self.hedges._budget = 4.0
+        self.hedges.budget = 4.0
         self.manager.on_step_end()
         self.check()
         self._blank()

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis.limits import LIMITS, Limits
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
 from tests.redis.fake_server import FakeServer
@@ -43,10 +44,15 @@ def backend_on(server: Server, **more: Any) -> RedisBackend:
 
 
 async def opened(
-    server: Server | FakeServer, payload_bytes: int = 4096, *, kind: type[RedisBackend] = RedisBackend, **more: Any
+    server: Server | FakeServer,
+    payload_bytes: int = 4096,
+    *,
+    kind: type[RedisBackend] = RedisBackend,
+    limits: Limits = LIMITS,
+    **more: Any,
 ) -> RedisBackend:
     """Return a backend on a server, open until the end of the test."""
-    backend = kind(RedisConfig(**options_for(server, **more)))
+    backend = kind(RedisConfig(**options_for(server, **more)), limits)
     await backend.open(NAMESPACE, RecordGeometry(RedisBackend.alignment, payload_bytes))
     _opened.append(backend)
     return backend

@@ -18,6 +18,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend
 from kvstore.backends.redis.failures import NodeDownError, SkippedError
+from kvstore.backends.redis.limits import Limits
 from kvstore.backends.redis.topology import slot_of
 from kvstore.errors import BackendError
 from kvstore.testing.records import RecordMaker
@@ -67,12 +68,11 @@ async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, 
     ],
 )
 async def test_commands_and_bytes_in_flight_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, connections: int, depth: int, in_flight_bytes: int, under_way: int
+    connections: int, depth: int, in_flight_bytes: int, under_way: int
 ) -> None:
     """Commands and bytes in flight stay within the limits; the rest waits and is answered too."""
-    monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", depth)
-    monkeypatch.setattr("kvstore.backends.redis.node._IN_FLIGHT_BYTES", in_flight_bytes)
-    async with silent(connections=connections) as (server, go_on, backend):
+    limits = Limits(pipeline_depth=depth, in_flight_bytes=in_flight_bytes)
+    async with silent(connections=connections, limits=limits) as (server, go_on, backend):
         reads = [maker(SIZE).target(bytes([i]) * 32).read for i in range(40)]
         call = asyncio.ensure_future(backend.get_into(reads))
         await eventually_async(lambda: len(server.commands) >= under_way, what="all connections busy")
@@ -85,11 +85,9 @@ async def test_commands_and_bytes_in_flight_are_bounded(
         assert backend.stats().gauges["requests_waiting"] == 0
 
 
-async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_requests_fail_at_once() -> None:
     """When too many requests wait, further ones fail at once; the waiting ones are unaffected."""
-    monkeypatch.setattr("kvstore.backends.redis.node._QUEUE_MAX", 10)
-    monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", 1)
-    async with silent(connections=1) as (server, go_on, backend):
+    async with silent(connections=1, limits=Limits(pipeline_depth=1, queue_max=10)) as (server, go_on, backend):
         read_ = [maker(SIZE).target(bytes([i]) * 32).read for i in range(10)]
         waiting = asyncio.ensure_future(backend.get_into(read_))
         await eventually_async(lambda: len(server.commands) == 1, what="the first one under way")
@@ -358,10 +356,9 @@ async def test_a_close_that_is_cancelled_closes_the_connections() -> None:
         await eventually_async(lambda: server.open_connections == 0, 60, what="all connections closed")
 
 
-async def test_a_close_opens_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_close_opens_no_connection() -> None:
     """A connection that ends by the close is not replaced, though all others are busy."""
-    monkeypatch.setattr("kvstore.backends.redis.node._PIPELINE_DEPTH", 1)
-    async with silent(connections=2) as (server, _, backend):
+    async with silent(connections=2, limits=Limits(pipeline_depth=1)) as (server, _, backend):
         (node,) = backend._topology.nodes
         reads = [maker(SIZE).target(bytes([i]) * 32).read for i in range(2)]
         call = asyncio.ensure_future(backend.get_into(reads))
@@ -448,12 +445,11 @@ async def test_touch_after_close_begins_nothing() -> None:
         assert backend._renewing is None
 
 
-async def test_close_waits_for_a_call_between_two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_waits_for_a_call_between_two_attempts() -> None:
     """A call that pauses before its next attempt has ended, without a hit, when close returns."""
-    monkeypatch.setattr("kvstore.backends.redis.exchange._LATER_PAUSE_S", 0.3)
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-TRYAGAIN several keys\r\n")
     async with fake_server(script) as server:
-        backend = await opened(server, SIZE, mode="cluster")
+        backend = await opened(server, SIZE, mode="cluster", limits=Limits(later_pause_s=0.3))
         call = asyncio.ensure_future(backend.get_into([maker(SIZE).target(b"k" * 32).read]))
         await eventually_async(lambda: backend.stats().counters["retries"], what="the pause")
         await backend.close()
@@ -592,16 +588,14 @@ async def test_pauses_between_attempts_double_up_to_the_longest(monkeypatch: pyt
     assert pauses_s[:9] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0]
 
 
-async def test_expired_pause_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_pause_delays_no_request() -> None:
     """Once a node is reachable again, requests do not wait for the end of an earlier pause."""
-    monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MIN", 1000)
-    monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MAX", 1000)
 
     async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b":0\r\n")
 
     async with fake_server(script) as server:
-        backend = await opened(server, SIZE)
+        backend = await opened(server, SIZE, limits=Limits(pause_s_min=1000, pause_s_max=1000))
         (node,) = backend._topology.nodes
         node._note_failure(NodeDownError("as if a connection had failed"))
         await node._open_one()

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.backends.redis import RedisBackend, topology
 from kvstore.backends.redis.failures import refusal
+from kvstore.backends.redis.limits import Limits
 from kvstore.backends.redis.resp import ErrorReply
 from kvstore.errors import BackendError
 from kvstore.testing.waiting import eventually_async
@@ -408,25 +409,24 @@ async def test_tries_after_lost_connections_are_a_tenth_of_the_load() -> None:
         await backend.close()
 
 
-async def test_a_map_of_too_many_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_map_of_too_many_nodes_is_refused() -> None:
     """A map with more nodes than a cluster can have is rejected: no node is created or contacted."""
-    monkeypatch.setattr(topology, "_NODES_MAX", 3)
+    limits = Limits(nodes_max=3)
     async with nodes_of_a_cluster(4) as nodes:
         with pytest.raises(BackendError, match="4 nodes"):
-            await on(nodes[0])
+            await on(nodes[0], limits=limits)
         assert all(node.server.connections == 0 for node in nodes[1:])
     async with nodes_of_a_cluster(3) as nodes:
-        backend = await on(nodes[0])
+        backend = await on(nodes[0], limits=limits)
         assert len(backend._topology.nodes if backend._topology else ()) == 3
 
 
-async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_redirects_make_no_more_nodes_than_a_cluster_has() -> None:
     """Redirects to ever new addresses are not followed without end."""
-    monkeypatch.setattr(topology, "_NODES_MAX", 5)
     ports = iter(range(2, 2000))
     async with nodes_of_a_cluster(1) as (node,):
         node.instead = lambda command: b"-ASK 1 127.0.0.1:%d\r\n" % next(ports)
-        backend = await on(node)
+        backend = await on(node, limits=Limits(nodes_max=5))
         for number in range(20):
             await backend.get_into([maker(1024).target(number.to_bytes(32, "big")).read])
             assert len(backend._topology.nodes if backend._topology else ()) <= 5

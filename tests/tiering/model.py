@@ -120,7 +120,7 @@ class Model:
         self.told: set[BlockKey] = set()
         """Blocks of the primary tier, according to events."""
         assert self.manager._hedges is not None and self.manager._gate is not None
-        self.manager._hedges._blocks_max = SLOTS // 3
+        self.manager._hedges.blocks_max = SLOTS // 3
         self.manager._gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
         log, note = self.manager._log, self.manager._log.primary
 
@@ -272,7 +272,7 @@ class Model:
         request = None if scheduled is None else self.requests.get(scheduled)
         if request is not None:
             request.claims.clear()
-        self.manager._hedges._budget = SLOTS  # type: ignore[union-attr]
+        self.manager._hedges.budget = SLOTS  # type: ignore[union-attr]
         self.manager.on_step_end([] if scheduled is None else [f"request-{scheduled}"])
         self.promised.clear()
         self._apply_events()

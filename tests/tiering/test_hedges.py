@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.primary.tier import SlotState
-from kvstore.tiering.hedges import HedgeCounts
+from kvstore.tiering.gate import Gate
+from kvstore.tiering.hedges import HedgeCounts, Hedges
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
 from tests.sizes import sized
 from tests.tiering.engine import Engine, key_of, keys_of
@@ -107,6 +108,16 @@ class Hedging(Engine):
     def counts(self) -> HedgeCounts:
         return self.manager.stats().hedges
 
+    @property
+    def hedges(self) -> Hedges:
+        assert self.manager._hedges is not None
+        return self.manager._hedges
+
+    @property
+    def gate(self) -> Gate:
+        assert self.manager._gate is not None
+        return self.manager._gate
+
 
 def test_the_second_tier_wins() -> None:
     """The request gets the second tier's blocks; the first tier's slots stay out of use until it has reported."""
@@ -169,9 +180,7 @@ def test_close() -> None:
 def test_only_unusually_slow_loads_are_hedged() -> None:
     """The second tier is used from the 95th percentile on, for this tier and this number of blocks."""
     engine = Hedging().learned(200)
-    gate = engine.manager._gate
-    assert gate is not None
-    usual_s = gate.p95_s(0, 1)
+    usual_s = engine.gate.p95_s(0, 1)
     assert usual_s is not None and 1.4 * USUAL_S < usual_s < 1.6 * USUAL_S
     ctx = engine.begin(A[:1])
     engine.wait(0.99 * usual_s)
@@ -261,8 +270,7 @@ def test_unawaited_loads_are_not_hedged() -> None:
     engine.wait(1.0)
     engine.wait(5.0)
     assert engine.manager.stats().primary.abandoned == 3
-    assert engine.manager._hedges is not None
-    engine.manager._hedges._budget = 4.0
+    engine.hedges.budget = 4.0
     engine.wait(0.0)
     assert not engine.far.open and engine.counts == HedgeCounts()
     engine.manager.on_request_finished(slow)
@@ -272,9 +280,8 @@ def test_unawaited_loads_are_not_hedged() -> None:
 def test_outrun_loads_are_measured() -> None:
     """The first tier's real load time counts for its percentile, even if the hedge won."""
     engine = Hedging().learned()
-    gate, before = engine.manager._gate, engine.counts
-    assert gate is not None
-    usual_s = gate.p95_s(0, 1)
+    before = engine.counts
+    usual_s = engine.gate.p95_s(0, 1)
     for number in range(2):
         ctx, _, _ = engine.hedged(keys_of(number))
         engine.far.run()
@@ -282,7 +289,7 @@ def test_outrun_loads_are_measured() -> None:
         engine.near.run()
         engine.manager.on_request_finished(ctx)
         engine.settle()
-    after_s = gate.p95_s(0, 1)
+    after_s = engine.gate.p95_s(0, 1)
     assert usual_s is not None and after_s is not None and after_s > 1.0 > usual_s
     assert engine.counts.won == before.won + 2
     engine.check_rest()
@@ -317,7 +324,7 @@ def test_hedges_under_way_have_their_share_of_slots() -> None:
         engine.wait(0.0)
         engine.manager.on_request_finished(ctx)
     assert engine.counts.hedged == len(engine.far.submitted(True)) == SLOTS // 32
-    assert engine.manager._hedges is not None and engine.manager._hedges._budget > 1, "which would allow more"
+    assert engine.hedges.budget > 1, "which would allow more"
     engine.check_rest()
 
 
@@ -363,7 +370,7 @@ def test_tiers_that_are_not_asked() -> None:
 
     engine = Hedging().learned()
     for _ in range(3):
-        engine.manager._gate.note_load(1, 1, USUAL_S)  # type: ignore[union-attr]
+        engine.gate.note_load(1, 1, USUAL_S)
     del engine.near.blocks[A[0]]
     ctx = engine.begin(A[:1])
     assert engine.far.submitted(True) == A[:1]
@@ -488,8 +495,7 @@ def test_memory_is_bounded() -> None:
     """Reported loads are forgotten once they would have become slow."""
     engine = Hedging().learned(300)
     engine.wait(10.0)
-    assert engine.manager._hedges is not None
-    assert engine.manager._hedges._due == [] and len(engine.manager._jobs) == 0
+    assert engine.hedges.due == [] and len(engine.manager._jobs) == 0
 
 
 class Stalling:
@@ -551,11 +557,10 @@ def test_random_order(seed: int) -> None:
     """In any order of ends, failures, stalls and resets: right bytes, no late write, and no state left."""
     rng = random.Random(seed)
     engine = Hedging(slots=96, load_s_max=3.0).learned()
-    assert engine.manager._hedges is not None
-    engine.manager._hedges._blocks_max = 8
+    engine.hedges.blocks_max = 8
     open_requests: list[tuple[list[BlockKey], RequestContext]] = []
     for _ in range(400):
-        engine.manager._hedges._budget = 8.0
+        engine.hedges.budget = 8.0
         what = rng.random()
         if what < 0.3:
             start = rng.randrange(190)
@@ -595,17 +600,16 @@ def test_a_hedge_without_a_report_does_not_occupy_the_budget_for_good(reported: 
     """After ``load_s_max`` it no longer counts as running, even if it is reported later."""
     engine = Hedging(load_s_max=5.0).learned()
     ctx, _, hedge = engine.hedged()
-    hedges = engine.manager._hedges
-    assert hedges is not None and hedges._under_way == 2
+    assert engine.hedges.under_way == 2
     engine.near.run()
     engine.read(A, ctx)
     for seconds in (5.0, 0.0):
         engine.wait(seconds)
-    assert hedges._under_way == 0 and engine.manager.stats().tiers[1].loading == 0
+    assert engine.hedges.under_way == 0 and engine.manager.stats().tiers[1].loading == 0
     assert engine.states(hedge.slots) == {SlotState.ABANDONED}
     if reported:
         engine.far.run()
         engine.wait(0.0)
-        assert hedges._under_way == 0 and engine.states(hedge.slots) == {SlotState.FREE}
+        assert engine.hedges.under_way == 0 and engine.states(hedge.slots) == {SlotState.FREE}
     engine.manager.on_request_finished(ctx)
     engine.check_rest()

@@ -23,8 +23,7 @@ from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers import block_mover
-from kvstore.tiers.block_mover import BlockMover, RunningJob
+from kvstore.tiers.block_mover import BlockMover, Limits, RunningJob
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, Outcome
@@ -206,19 +205,15 @@ class Stuck(MemoryBackend):
         return []
 
 
-async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends() -> None:
     """An unreadable record that can't be removed stays; its block is not stored beside it, and nothing waits for it."""
-    monkeypatch.setattr(block_mover, "_REPLACE_TIMEOUT_S", 0.01)
     backend = Stuck(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     refused = RefusedRecords()
     refused.note([b"key"])
     put: list[BlockKey] = []
-    mover = BlockMover(
-        backend, OURS, SlotBuffers(memoryview(bytearray(2 * SLOT)), SLOT), 2 * SLOT, put.extend, refused=refused
-    )
+    slots, limits = SlotBuffers(memoryview(bytearray(2 * SLOT)), SLOT), Limits(replace_timeout_s=0.01)
+    mover = BlockMover(backend, OURS, slots, 2 * SLOT, put.extend, refused=refused, limits=limits)
     job = RunningJob(SubmitJob(1, JobKind.STORE, (b"key", b"other"), (0, 1), time.monotonic() + 60))
     try:
         async with asyncio.timeout(60):
@@ -309,14 +304,14 @@ async def test_cancelled_store_releases_all_memory(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-async def test_cancelled_parts_return_their_bytes_and_buffers(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_parts_return_their_bytes_and_buffers(codec: str) -> None:
     """One part is cancelled while it waits for a buffer, one during its store; a leak would stop every later job."""
-    monkeypatch.setattr("kvstore.tiers.block_mover._HEADERS_MAX", 1)
     backend = Hanging(TierConfig())
     backend.begun = asyncio.Event()
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     slots = SlotBuffers(memoryview(bytearray(2 * SLOT)), SLOT)
-    mover = BlockMover(backend, OURS, slots, 2 * SLOT, lambda keys: None, TierCodecs(codec, OURS))
+    codecs, limits = TierCodecs(codec, OURS), Limits(headers_max=1)
+    mover = BlockMover(backend, OURS, slots, 2 * SLOT, lambda keys: None, codecs, limits=limits)
     tasks = []
     for slot in (0, 1):
         job = SubmitJob(1, JobKind.STORE, (b"key",), (slot,), time.monotonic() + 60)
@@ -384,7 +379,6 @@ async def test_damaged_records_are_read_again_one_at_a_time() -> None:
 
 async def test_a_turn_of_the_loop_verifies_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn of the loop verifies a bounded number of bytes, because everything else on the loop waits."""
-    monkeypatch.setattr("kvstore.tiers.block_mover._TURN_BYTES", 2 * SLOT)
     loop, turn, checked = asyncio.get_running_loop(), [0], Counter[int]()
 
     def next_turn() -> None:
@@ -405,7 +399,8 @@ async def test_a_turn_of_the_loop_verifies_a_bounded_number_of_bytes(monkeypatch
     record = [memoryview(bytes(backend.alignment)), memoryview(bytes(SLOT))]
     await backend.put([RecordWrite(key, record) for key in keys])
     slots = SlotBuffers(memoryview(bytearray(len(keys) * SLOT)), SLOT)
-    mover = BlockMover(backend, OURS, slots, len(keys) * SLOT, lambda keys: None)
+    limits = Limits(turn_bytes=2 * SLOT)
+    mover = BlockMover(backend, OURS, slots, len(keys) * SLOT, lambda keys: None, limits=limits)
     jobs = [SubmitJob(1, JobKind.LOAD, (key,), (slot,), 0.0) for slot, key in enumerate(keys)]
     await asyncio.gather(*(mover.move(mover.cut(RunningJob(job))[0]) for job in jobs))
     assert checked.total() == len(keys)
@@ -432,7 +427,6 @@ class Damaging(MemoryBackend):
 async def test_long_blocks_beyond_a_turn_are_hashed_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A medium faster than the loop hashes costs the loop no more time; damage is found on threads as well."""
     slot, blocks = 1 << 20, 8
-    monkeypatch.setattr("kvstore.tiers.block_mover._TURN_BYTES", slot)
     check, threads = RecordCodec.check, set[int]()
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -445,7 +439,8 @@ async def test_long_blocks_beyond_a_turn_are_hashed_on_threads(monkeypatch: pyte
     await backend.open(OURS, RecordGeometry(backend.alignment, slot))
     memory = bytearray(random.Random(1).randbytes(blocks * slot))
     stored = bytes(memory)
-    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(memory), slot), blocks * slot, lambda keys: None)
+    slots, limits = SlotBuffers(memoryview(memory), slot), Limits(turn_bytes=slot)
+    mover = BlockMover(backend, OURS, slots, blocks * slot, lambda keys: None, limits=limits)
 
     async def moved(kind: JobKind) -> list[int]:
         jobs = [RunningJob(SubmitJob(1, kind, (key,), (i,), math.inf)) for i, key in enumerate(keys)]

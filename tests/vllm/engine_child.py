@@ -9,6 +9,7 @@ where the import starts others, as it does with a GPU, each engine is a program 
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import json
 import os
@@ -509,6 +510,8 @@ def serve(socket_descriptor: int, output: int) -> None:
     os.environ.clear()
     os.environ.update(options["environment"])
     tempfile.tempdir = None  # It follows the environment.
+    # At an engine's end vLLM would examine all objects of its imports twice, half a second each.
+    gc.unfreeze = lambda: None
     try:
         engine = Engine(options)
     except BaseException as error:

@@ -115,8 +115,16 @@ def import_vllm() -> None:
     import kvstore.vllm.plugin
     import kvstore.vllm.spec  # noqa: F401
 
+    inspect_models_here()
     gc.collect()
     gc.freeze()  # Engines don't examine these objects again and again.
+
+
+def inspect_models_here() -> None:
+    """Let vLLM inspect each class of models in its own process, and not in one that imports vLLM again."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect_: inspect_()
 
 
 if __name__ == "__main__":

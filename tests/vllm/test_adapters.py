@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.testing import eventually
 from kvstore.vllm import KVStoreOffloadingSpec, compat, tags
-from kvstore.vllm.tags import Adapters
+from kvstore.vllm.tags import Adapters, Limits
 from tests.vllm.engine_config import engine
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
 from tests.vllm.harness import Driver, LookupResult, key_of
@@ -111,7 +111,7 @@ def test_an_adapter_rewritten_behind_the_reader_has_no_digest(tmp_path: Path, mo
     assert digest(Adapters(), path) is None
 
 
-def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
     """Missing files, a download that fails and a file system that hangs leave other adapters as they are."""
     known = Adapters()
     assert digest(known, tmp_path / "nowhere") is None
@@ -122,8 +122,7 @@ def test_an_adapter_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatc
     assert digest(known, tmp_path / "good", "good") is not None
     (tmp_path / "hangs").mkdir()
     os.mkfifo(tmp_path / "hangs" / "adapter_model.bin")
-    monkeypatch.setattr(tags, "_CHECK_S", 0.2)
-    assert digest(known, tmp_path / "hangs", "hangs") is None
+    assert digest(Adapters(Limits(check_s=0.2)), tmp_path / "hangs", "hangs") is None
     with open(tmp_path / "hangs" / "adapter_model.bin", "wb"):
         pass
 
@@ -152,20 +151,17 @@ def begun(known: Adapters, path: Path) -> tags.Check:
     return known.check(SimpleNamespace(lora_name=path.name, lora_path=str(path)))
 
 
-def test_an_adapter_that_hangs_delays_no_other(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_hangs_delays_no_other(tmp_path: Path, hung: Path) -> None:
     """The check of another adapter ends while the first one still waits for its file system."""
-    monkeypatch.setattr(tags, "_CHECK_S", 600.0)
-    known = Adapters()
+    known = Adapters(Limits(check_s=600.0))
     checks = [begun(known, hung) for _ in range(3)]
     assert digest(known, made(tmp_path / "good")) is not None
     assert not any(check.is_done for check in checks)
 
 
-def test_an_adapter_that_hangs_keeps_one_thread(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_hangs_keeps_one_thread(tmp_path: Path, hung: Path) -> None:
     """Further requests of it wait for its check instead of starting another one, which would hang as well."""
-    monkeypatch.setattr(tags, "_CHECK_S", 600.0)
-    monkeypatch.setattr(tags, "_THREADS_MAX", 2)
-    known = Adapters()
+    known = Adapters(Limits(check_s=600.0, threads_max=2))
     for _ in range(3):
         begun(known, hung)
         eventually(lambda: bool(known._running), 60, what="the start of the check")
@@ -173,12 +169,9 @@ def test_an_adapter_that_hangs_keeps_one_thread(tmp_path: Path, hung: Path, monk
     assert digest(known, made(tmp_path / "other")) is not None
 
 
-def test_waiting_checks_are_bounded(tmp_path: Path, hung: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_checks_are_bounded(tmp_path: Path, hung: Path) -> None:
     """Requests of one adapter share a check; beyond the limit of adapters, a request has no digest at once."""
-    monkeypatch.setattr(tags, "_CHECK_S", 600.0)
-    monkeypatch.setattr(tags, "_THREADS_MAX", 1)
-    monkeypatch.setattr(tags, "_WAITING_MAX", 3)
-    known = Adapters()
+    known = Adapters(Limits(check_s=600.0, threads_max=1, waiting_max=3))
     begun(known, hung)
     eventually(lambda: bool(known._running), 60, what="the start of the check")
     paths = [made(tmp_path / name) for name in "abc"]
@@ -189,10 +182,9 @@ def test_waiting_checks_are_bounded(tmp_path: Path, hung: Path, monkeypatch: pyt
     assert not any(check.is_done for check in (a, b, c))
 
 
-def test_known_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_adapters_are_bounded(tmp_path: Path) -> None:
     """Beyond the limit, a new adapter has no digest; the known ones keep theirs, and their changes are detected."""
-    monkeypatch.setattr(tags, "_KNOWN_MAX", 1)
-    known, first, other = Adapters(), made(tmp_path / "first"), made(tmp_path / "other")
+    known, first, other = Adapters(Limits(known_max=1)), made(tmp_path / "first"), made(tmp_path / "other")
     assert digest(known, first) is not None
     assert digest(known, other, "other") is None
     assert digest(known, first) is not None

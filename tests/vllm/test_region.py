@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from examples.serving import Server
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually
@@ -22,7 +23,7 @@ from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.region import region_path, use_locked_region
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.engine_config import engine
-from tests.vllm.engines import EngineError, Start, prompt
+from tests.vllm.engines import ROOT, EngineError, Start, prompt
 from tests.vllm.harness import make_spec, offloading_config
 
 _REGION_BYTES = 64 << 20
@@ -86,17 +87,28 @@ def test_a_region_that_can_not_be_allocated_leaves_no_file(tmp_path: Path, monke
     assert not Path(region_path(spec.config.engine_id)).exists()
 
 
-@pytest.fixture
-def served(model: Path, tmp_path: Path) -> Iterator[Server]:
-    """A `vllm serve` that is not yet ready, killed at the end."""
-    server = Server("served", model, tmp_path, offloading=_offloading(tmp_path / "kv"))
-    yield server
+NEXT_SERVER = """
+import json, sys
+from pathlib import Path
+from examples.serving import Server
+from kvstore.vllm.region import region_path
+from tests.vllm.engines import prompt
+
+model, work, offloading, *paths = sys.argv[1:]
+server = Server("served", Path(model), Path(work), offloading=json.loads(offloading))
+try:
+    server.wait_ready()
+    answered = server.complete(prompt(1, 100), 4).prompt_tokens
+    print(answered, [path for path in (*paths, region_path(server.engine_id)) if Path(path).exists()])
+finally:
     server.kill()
+"""
+"""Starts `vllm serve`, and prints the length of the prompt that it answered, and the existing paths."""
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_starts_that_are_killed_leave_nothing(start: Start, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_starts_that_are_killed_leave_nothing(start: Start, model: Path, tmp_path: Path) -> None:
     """After five workers were killed during the allocation, the next `vllm serve` removes their files, and answers."""
     paths: set[Path] = set()
 
@@ -116,7 +128,15 @@ def test_starts_that_are_killed_leave_nothing(start: Start, tmp_path: Path, requ
                 starting.result()
             # An engine of another test may start now, and remove it.
             paths.add(path)
-    last = request.getfixturevalue("served")
-    last.wait_ready()
-    assert last.complete(prompt(1, 100), 4).prompt_tokens == 100
-    assert not any(path.exists() for path in (*paths, Path(region_path(last.engine_id))))
+    program = tmp_path / "next_server.py"
+    program.write_text(NEXT_SERVER)
+    arguments = [str(model), str(tmp_path), json.dumps(_offloading(tmp_path / "kv")), *map(str, paths)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.preloaded", str(program), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=800,
+    )
+    assert done.stdout.splitlines()[-1] == "100 []"

@@ -15,6 +15,7 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
 from kvstore.backends.redis.failures import RedisError, SkippedError
+from kvstore.backends.redis.limits import LIMITS, Limits
 from kvstore.backends.redis.parts import (
     DESCRIPTION,
     PART_BYTES,
@@ -74,11 +75,11 @@ class RedisBackend(Backend):
     part_bytes: ClassVar[int] = PART_BYTES
     """Longest part of a block. Fixed by the format; only tests use other values."""
 
-    def __init__(self, config: RedisConfig) -> None:
+    def __init__(self, config: RedisConfig, limits: Limits = LIMITS) -> None:
         super().__init__(config)
         self.config: RedisConfig = config
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._topology = Topology(config, self._counters)
+        self._topology = Topology(config, self._counters, limits)
         self._exchange = Exchange(self._topology, self._counters)
         # None before open() and after close().
         self._commands: _RecordCommands | None = None

@@ -28,9 +28,6 @@ from kvstore.runtime.limits import RetryBudget
 _ROUNDS_MAX: Final = 5
 """Maximum sends of a command: a migrating slot costs two redirects, a broken connection one more."""
 
-_LATER_PAUSE_S: Final = 0.02
-"""Pause before a retry during the migration of a slot; a step of the migration takes milliseconds."""
-
 _BATCH_MAX: Final = 16384
 """Maximum commands sent together: a node refuses more than 65,536 at once, of all calls."""
 
@@ -143,7 +140,7 @@ class Exchange:
             if self._goes_again(command, answer, asked):
                 again.append(command)
                 if isinstance(answer, ServerRefusedError) and answer.code == "TRYAGAIN":
-                    pause_s = _LATER_PAUSE_S
+                    pause_s = self._topology.limits.later_pause_s
         return again, pause_s
 
     def _goes_again(self, command: Command, answer: Answer, asked: Node | None) -> bool:

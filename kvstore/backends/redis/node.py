@@ -20,25 +20,12 @@ from kvstore.backends.redis.failures import (
     RedisError,
     ServerRefusedError,
 )
+from kvstore.backends.redis.limits import LIMITS, Limits
 from kvstore.backends.redis.resp import Reply
 from kvstore.backends.stream import TLS, Endpoint, current_tls, open_stream
 from kvstore.runtime.breaker import Breaker
 
 logger = logging.getLogger("kvstore.backends.redis")
-
-_PAUSE_S_MIN: Final = 0.05
-_PAUSE_S_MAX: Final = 3.0
-"""Pause between connection attempts: short enough to notice a restarted server soon, long enough to cost little."""
-
-_PIPELINE_DEPTH: Final = 4
-"""Maximum commands with a value in flight per connection: keeps responses in flight while one is processed. Deeper
-pipelines only make a cancellation more expensive."""
-
-_IN_FLIGHT_BYTES: Final = 8 << 20
-"""Maximum bytes of values in flight per connection: two parts of a large block. A longer value is sent alone."""
-
-_QUEUE_MAX: Final = 65536
-"""Maximum waiting requests; the tier's limit of bytes in flight is reached long before."""
 
 _TOGETHER_MAX: Final = 1024
 """Maximum requests without values in one round trip."""
@@ -77,6 +64,7 @@ class Node:
         database: int,
         is_replica: bool,
         on_trouble: Callable[[], None],
+        limits: Limits = LIMITS,
     ) -> None:
         self.endpoint = endpoint
         self.is_replica = is_replica
@@ -86,6 +74,7 @@ class Node:
         self._counters = counters
         self._database = database
         self._on_trouble = on_trouble
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._connections: list[Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
@@ -160,7 +149,7 @@ class Node:
         reason = ""
         if self.down:
             reason = self._last_error.bare.removeprefix(f"{self.endpoint}: ")
-        elif len(self._queue) + len(requests) > _QUEUE_MAX:
+        elif len(self._queue) + len(requests) > self._limits.queue_max:
             reason = "too many requests wait. Lower inflight_bytes."
         if reason:
             for request in requests:
@@ -203,8 +192,8 @@ class Node:
         """Take the first request from the queue, and the following ones that can share its send."""
         first = queue.popleft()
         together, has_value = [first], first.size_bytes > 0
-        count_max = _PIPELINE_DEPTH - connection.outstanding if has_value else _TOGETHER_MAX
-        bytes_left = min(_TOGETHER_BYTES, _IN_FLIGHT_BYTES - connection.inflight_bytes)
+        count_max = self._limits.pipeline_depth - connection.outstanding if has_value else _TOGETHER_MAX
+        bytes_left = min(_TOGETHER_BYTES, self._limits.in_flight_bytes - connection.inflight_bytes)
         bytes_left -= first.size_bytes
         while queue and len(together) < count_max and not first.asking:
             one = queue[0]
@@ -217,12 +206,12 @@ class Node:
     def _roomiest(self, size_bytes: int) -> Connection | None:
         """Return the connection with the fewest bytes in flight and room for ``size_bytes`` more; None without room."""
         best: Connection | None = None
-        bytes_max = _IN_FLIGHT_BYTES - size_bytes
+        bytes_max = self._limits.in_flight_bytes - size_bytes
         for connection in self._connections:
             # An idle connection also accepts a request above the limit, alone.
             if not connection.outstanding:
                 return connection
-            if connection.outstanding < _PIPELINE_DEPTH and connection.inflight_bytes <= bytes_max:
+            if connection.outstanding < self._limits.pipeline_depth and connection.inflight_bytes <= bytes_max:
                 best, bytes_max = connection, connection.inflight_bytes - 1
         return best
 
@@ -346,7 +335,8 @@ class Node:
     async def _reconnect(self) -> None:
         try:
             while self._failures:
-                pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1 + self._lost_unanswered, 20))
+                longest_s, doublings = self._limits.pause_s_max, self._failures - 1 + self._lost_unanswered
+                pause_s = min(longest_s, self._limits.pause_s_min * 2 ** min(doublings, 20))
                 # Jitter, so that engines that lost a server simultaneously do not reconnect simultaneously.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 try:

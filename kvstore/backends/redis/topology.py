@@ -14,6 +14,7 @@ from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import SLOTS, Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError, ServerRefusedError
+from kvstore.backends.redis.limits import LIMITS, Limits
 from kvstore.backends.redis.node import Node
 from kvstore.backends.stream import TLS, Endpoint, client_tls
 from kvstore.errors import ConfigError
@@ -22,9 +23,6 @@ logger = logging.getLogger("kvstore.backends.redis")
 
 _REFRESH_PAUSE_S: Final = 0.5
 """Minimum time between two queries of the nodes; a failover takes seconds."""
-
-_NODES_MAX: Final = 1024
-"""Maximum nodes of a cluster; Redis recommends at most about a thousand."""
 
 _WARM_NODES: Final = 32
 """Nodes connected at the start; others are connected by their first command."""
@@ -38,8 +36,9 @@ def slot_of(key: bytes) -> int:
 class Topology:
     """The nodes by slot. A server outside of a cluster serves all slots."""
 
-    def __init__(self, config: RedisConfig, counters: Counter[str]) -> None:
+    def __init__(self, config: RedisConfig, counters: Counter[str], limits: Limits = LIMITS) -> None:
         self.config = config
+        self.limits = limits
         self.has_many_nodes = False  # Whether it is a cluster; other nodes then stay in use while one is down.
         self._tls: TLS | None = None
         self._counters = counters
@@ -121,7 +120,7 @@ class Topology:
         host, port = moved.moved_to or ("", 0)
         endpoint = Endpoint(host or asked.endpoint.host, port)
         is_known = (endpoint, False) in self._nodes
-        if not self.has_many_nodes or (not is_known and len(self._nodes) >= _NODES_MAX):
+        if not self.has_many_nodes or (not is_known and len(self._nodes) >= self.limits.nodes_max):
             return None
         node = self._node(endpoint)
         if moved.code == "MOVED":
@@ -189,8 +188,8 @@ class Topology:
         if self.config.read_from == "master":
             found = [shard._replace(replicas=()) for shard in found]
         named = {endpoint for shard in found for endpoint in (shard.master, *shard.replicas)}
-        if len(named) > _NODES_MAX:
-            raise NodeDownError(f"a map of {len(named)} nodes came, expected at most {_NODES_MAX}. Is this a cluster?")
+        if len(named) > (most := self.limits.nodes_max):
+            raise NodeDownError(f"a map of {len(named)} nodes came, expected at most {most}. Is this a cluster?")
         masters: list[Node | None] = [None] * SLOTS
         replicas: list[Sequence[Node]] = [()] * SLOTS
         used: set[Node] = set()
@@ -219,6 +218,7 @@ class Topology:
                 database=self._database,
                 is_replica=is_replica,
                 on_trouble=self.note_trouble,
+                limits=self.limits,
             )
         return known
 

@@ -38,9 +38,10 @@ import vllm
 
 from examples.tiny_llama import make_tiny_llama
 from tests.vllm.models import make_adapter, make_tiny_hybrid, make_tiny_mamba
+from tests.vllm.preloaded import inspect_models_here
 from tests.vllm.walk.answers import right_answers
 from tests.vllm.walk.blocks import BlockOracle, WatchedSpec, expected_blocks
-from tests.vllm.walk.engine import adapter_path, engine_ids, lora_options, mend_vllm, register_models, started
+from tests.vllm.walk.engine import adapter_path, engine_ids, lora_options, mend_vllm, started
 from tests.vllm.walk.leftovers import leftovers
 from tests.vllm.walk.plan import ADAPTERS, WEIGHTS, Leg, Prompt, plan_legs, plan_prompts
 from tests.vllm.walk.slow_copies import SlowSpec
@@ -70,7 +71,7 @@ def main() -> int:
     if args.only:
         legs = [leg for leg in legs if args.only in f"{leg.model}-{leg.manager}"]
     mend_vllm(speculates=True)
-    register_models()
+    inspect_models_here()
     gc.freeze()  # Each engine collects garbage several times, and the imports contain none.
     bad = 0
     for report in walk(legs, plan_prompts(args.seed), args.directory):

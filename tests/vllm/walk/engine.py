@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import random
 import uuid
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, ModelRegistry
+from vllm import LLM
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
@@ -114,13 +113,6 @@ def scribble(llm: Any, rng: random.Random) -> None:
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
-
-
-def register_models() -> None:
-    """Register the models' classes, which vLLM otherwise imports in a separate process each to inspect them."""
-    for name, path in (("LlamaForCausalLM", "llama"), ("GraniteMoeHybridForCausalLM", "granitemoehybrid")):
-        module = importlib.import_module(f"vllm.model_executor.models.{path}")
-        ModelRegistry.register_model(name, getattr(module, name))
 
 
 def mend_vllm(speculates: bool) -> None:

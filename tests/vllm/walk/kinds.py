@@ -29,8 +29,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 from tests.vllm.models import make_tiny_experts, make_tiny_fine_windows
+from tests.vllm.preloaded import inspect_models_here
 from tests.vllm.walk.blocks import TOLERANCE, BlockOracle, Seen, WatchedSpec, recording
-from tests.vllm.walk.engine import core_of, mend_vllm, register_models, started
+from tests.vllm.walk.engine import core_of, mend_vllm, started
 
 _PROMPTS = 6
 _Input = dict[str, Any]
@@ -137,7 +138,7 @@ def main() -> int:
     parser.add_argument("--only", help="the name of a kind")
     args = parser.parse_args()
     mend_vllm(speculates=False)
-    register_models()
+    inspect_models_here()
     bad = 0
     for name, kind in KINDS.items():
         if args.only in (None, name) and not kind.runs:
