@@ -187,7 +187,7 @@ def encode_config(config: msgspec.Struct) -> dict[str, Any]:
 def check_field(ok: bool, name: str, value: object, expected: str) -> None:
     """Raise a :class:`ConfigError` with the expected value of ``name``, unless ``ok``."""
     if not ok:
-        raise ConfigError(f"{name!r} is {shown(value, name)}. Expected {expected}. Correct it.")
+        raise ConfigError(f"{name!r} is {shown(value, name)}. Expected {expected}.")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -267,7 +267,7 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
         name = aliases.get(key, key) if isinstance(key, str) else None
         if name not in fields:
             hint = did_you_mean(key, [*sorted(fields), *aliases])
-            raise ConfigError(f"Unknown key {shown(key)} in {where}. Known: {', '.join(sorted(fields))}.{hint}")
+            raise ConfigError(f"Unknown key {shown(key)} in {where}.{hint} Known: {', '.join(sorted(fields))}.")
         if name in found:
             both = _listed([given_as[name], key])
             raise ConfigError(f"{both} in the {where} mean the same. Give one of them.")
@@ -278,8 +278,14 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
         found[name] = item
     missing = [name for name, field in fields.items() if field.required and name not in found]
     if missing:
-        raise ConfigError(f"The {where} needs {_listed(missing)}. Add {'it' if len(missing) == 1 else 'them'}.")
+        raise ConfigError(f"The {where} needs {_listed(missing)}{_such_as(fields[missing[0]].type)}.")
     return found
+
+
+def _such_as(kind: Any) -> str:
+    """Return a value of a required option, for its error; empty if its name says what it is."""
+    examples = {Capacity: "'500GiB', or '80%' of the filesystem", ByteSize: "'8GiB'", Seconds: "'30s'"}
+    return next((f", such as {examples[each]}" for each in _members(kind) if each in examples), "")
 
 
 def _aliases_of(cls: type[msgspec.Struct]) -> dict[str, str]:
@@ -303,7 +309,7 @@ def explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[st
         reason = "Expected one of " + _choices(cls, path)
     reason = re.sub(r", got `.*", "", reason)
     reason = re.sub(r"`([^`]*)`", lambda kinds: " or ".join(_WORDS.get(k, k) for k in kinds[1].split(" | ")), reason)
-    return ConfigError(f"{where}: {path!r} is {_shown_at(fields, path)}. {reason}. Correct it.")
+    return ConfigError(f"{where}: {path!r} is {_shown_at(fields, path)}. {reason}.")
 
 
 def _choices(cls: type[Any], path: str) -> str:

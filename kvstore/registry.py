@@ -76,7 +76,7 @@ class Registry:
     def _unknown(self, name: str) -> str:
         known = self.names()
         hint = self.meant(name, known)
-        return f"Unknown {self.kind} {name!r}. Known: {', '.join(known)}.{hint} For your own class give 'module:Class'."
+        return f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(known)}. For your own class give 'module:Class'."
 
     def _load(self, name: str, path: str) -> Any:
         module_name, _, attribute = path.partition(":")
@@ -97,7 +97,7 @@ class Registry:
         # Importing runs third-party code, which may raise any exception; the user needs one clear error.
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{what} can't be imported: {module_name} raised {raised}. Correct it.") from error
+            raise ConfigError(f"{what} can't be imported: {module_name} raised {raised}.") from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 hint = did_you_mean(part, dir(found))

@@ -11,7 +11,7 @@ from kvstore.cli.command_line import Option, json_object, size_option
 from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.terminal import print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
-from kvstore.errors import ConfigError
+from kvstore.errors import AbsentError, ConfigError
 from kvstore.eviction import make_policy
 from kvstore.tiering.config import engine_tiering
 from kvstore.tiers.preflight import check_before_opening, claim_paths, doubts_before_opening
@@ -85,7 +85,11 @@ def config_command(
         doubts: list[str] = []
         for number, each in enumerate(tiers, 1):
             claim_paths(used, f"tier {number}", each.paths)
-            check_before_opening(each.backend, each.config)
+            try:
+                check_before_opening(each.backend, each.config)
+            except AbsentError as error:
+                # The engine may run on another machine.
+                doubts.append(f"tier {number}: {error}")
             doubts += [f"tier {number}: {text}" for text in doubts_before_opening(each.backend, each.config)]
     if not vllm:
         shown = [each.shown() for each in tiers]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvstore.cli.command_line import parsed_json, text_of
 from kvstore.config import TierConfig, decode_config, encode_config
 from kvstore.errors import ConfigError
@@ -65,17 +67,29 @@ class TierArgument:
         return {"backend": self.backend, **_masked(encode_config(self.config))}
 
 
-def parse_tier(text: str) -> TierArgument:
+def parse_tier(text: str, **defaults: Any) -> TierArgument:
     """Parse a tier as given on a command line: a JSON object (with or without vLLM's own keys), a URL, or ``@FILE``.
 
     The bare name of a backend suffices if it needs no options.
+
+    Args:
+        defaults: Values of options that the backend requires, for those that are not given.
     """
+    backend, options = _split(text)
+    config_type = BACKENDS.find(backend).config_type
+    given = {config_type.aliases.get(name, name) for name in options}
+    required = {field.name for field in msgspec.structs.fields(config_type) if field.required} - given
+    return make_tier(backend, {**options, **{name: value for name, value in defaults.items() if name in required}})
+
+
+def _split(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a tier's backend, and the other options."""
     text = text_of(text.strip(), "tier").strip()
     if "://" in text.partition("{")[0]:
         options = tier_of_url(text)
-        return make_tier(options.pop("backend"), options)
+        return options.pop("backend"), options
     if text in BACKENDS.names():
-        return make_tier(text, {})
+        return text, {}
     value = parsed_json(text, "--tier is not a URL, and", f" {_EXPECTED}")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -86,7 +100,12 @@ def parse_tier(text: str) -> TierArgument:
         backend = value.get("type")
     if not isinstance(backend, str):
         raise ConfigError(f'--tier names no backend. Add "type": one of {", ".join(BACKENDS.names())}.')
-    return make_tier(backend, {key: item for key, item in value.items() if key not in _OF_VLLM | {"backend"}})
+    return backend, {key: item for key, item in value.items() if key not in _OF_VLLM | {"backend"}}
+
+
+def parse_medium(text: str) -> TierArgument:
+    """Parse a tier whose medium is only looked at or maintained, so that it needs no capacity."""
+    return parse_tier(text, capacity="100%")
 
 
 def make_tier(backend: str, options: Mapping[str, Any]) -> TierArgument:

@@ -45,6 +45,7 @@ from kvstore.tiers.health import TierHealth
 from kvstore.tiers.inventory import Inventory
 from kvstore.tiers.presence import Existence, FailedLoads, Presence
 from kvstore.types import (
+    KEY_BYTES_MAX,
     SUCCESSES,
     BlockKey,
     JobResult,
@@ -168,8 +169,8 @@ class AsyncTier(SecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         """Present blocks are not written again."""
-        if not is_sound(job, JobKind.STORE, self._slot_count):
-            self._jobs.finish(job, JobKind.STORE, [Outcome.REFUSED] * len(job.keys))
+        if fault := fault_of(job, JobKind.STORE, self._slot_count):
+            self._refuse(job, JobKind.STORE, fault)
             return
         now = self._clock()
         asked = self._presence.unknown_among(job.keys, now) if self.takes_stores else []
@@ -188,8 +189,8 @@ class AsyncTier(SecondaryTierManager):
 
     def submit_load(self, job: TransferJob) -> None:
         """Loads are never shed; an open breaker makes them fail."""
-        if not is_sound(job, JobKind.LOAD, self._slot_count):
-            self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
+        if fault := fault_of(job, JobKind.LOAD, self._slot_count):
+            self._refuse(job, JobKind.LOAD, fault)
             return
         if not job.keys or not (self._is_up and self._health.loads_pass):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.IO_ERROR] * len(job.keys))
@@ -197,6 +198,14 @@ class AsyncTier(SecondaryTierManager):
         size_bytes = len(job.keys) * self._slot_bytes
         deadline = deadline_of(JobKind.LOAD, size_bytes, self._config, self._clock())
         self._outbox.append(self._jobs.start(job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
+
+    def _refuse(self, job: TransferJob, kind: JobKind, fault: str) -> None:
+        """End a job that its caller made wrongly."""
+        text = f"a {kind.value} was refused: {fault}"
+        if text != self._last_error:
+            logger.warning("Tier %s: %s", self.name, text)
+        self._last_error = text
+        self._jobs.finish(job, kind, [Outcome.REFUSED] * len(job.keys))
 
     def flush(self) -> None:
         if self._verifies_events and self._is_up:
@@ -622,19 +631,27 @@ def deadline_of(kind: JobKind, size_bytes: int, config: TierConfig, now: float) 
     return now + timeout_s + size_bytes / config.bytes_per_second_min
 
 
-def is_sound(job: TransferJob, kind: JobKind, slot_count: int) -> bool:
-    """Return whether a job is valid: one existing slot per key, valid keys, and no two blocks loaded into one slot.
+def fault_of(job: TransferJob, kind: JobKind, slot_count: int) -> str:
+    """Return what is wrong with a job; empty for one existing slot per key, valid keys, and no slot loaded twice.
 
     A caller's defect must not end an engine or its I/O process, or count as a failure of the medium.
     """
     keys: Sequence[object] = job.keys
     slots = job.slots
-    if len(keys) != len(slots) or not all(map(is_key, keys)):
-        return False
+    if len(keys) != len(slots):
+        return f"it has {len(keys)} keys and {len(slots)} slots. Give one slot for each key."
+    if not all(map(is_key, keys)):
+        key = next(key for key in keys if not is_key(key))
+        found = f"of {len(key)} bytes" if isinstance(key, bytes) else f"of type {type(key).__name__}"
+        return f"it has a key {found}. Expected bytes, 1 to {KEY_BYTES_MAX} long."
     if slots and not (min(slots) >= 0 and max(slots) < slot_count):
-        return False
+        outside = next(slot for slot in slots if not 0 <= slot < slot_count)
+        return f"it has slot {outside}. The primary tier has slots 0 to {slot_count - 1}."
     # Otherwise both blocks would be reported as loaded, one of them with the other's bytes.
-    return kind is JobKind.STORE or len(set(slots)) == len(slots)
+    if kind is JobKind.LOAD and len(set(slots)) < len(slots):
+        twice = next(slot for slot in slots if slots.count(slot) > 1)
+        return f"two blocks are to be loaded into slot {twice}. Give each its own."
+    return ""
 
 
 class Jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,9 +31,7 @@ _QUOTA_SHARE: Final = 0.75
 def check_before_opening(backend: str, config: TierConfig) -> None:
     """Check codecs, capacity, directories and the backend's own conditions; opens and changes nothing."""
     for spec in parse_chain(config.codec):
-        keys = spec.options.get("keys")
-        # The program that prints a keyring runs only when the tier opens.
-        if spec.name != AUTO and not (isinstance(keys, Mapping) and "command" in keys):
+        if spec.name != AUTO:
             item = {spec.name: spec.options} if spec.argument is None else f"{spec.name}:{spec.argument}"
             build_chain([item], CodecContext(Namespace({})), CODECS.find)
     for path in paths_of(backend, config):
@@ -41,14 +39,18 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
         if isinstance(capacity, Capacity) and capacity.percent is None and capacity.resolve(0) < _CAPACITY_LEAST:
             found, advice = f"'capacity' is {capacity}, less than a block", "Give it a unit, such as '500GiB'."
             raise ConfigError(f"{backend} tier: {found}. {advice}")
-        for found, advice in [*(_absences(path) if config.required else ()), *_exposures(path)]:
+        for found, advice in _exposures(path):
             raise ConfigError(f"{backend} tier: {found}. {advice}")
+        for found, advice in _absences(path) if config.required else ():
+            raise AbsentError(f"{backend} tier: {found}. {advice}")
     try:
         BACKENDS.find(backend)(config).check()
-    except (AbsentError, BackendError, OSError) as error:
+    except AbsentError as error:
         if config.required:
-            text = f"{error}" if isinstance(error, AbsentError) else f"{error}. Check its paths and files."
-            raise ConfigError(f"{backend} tier: {text}") from error
+            raise AbsentError(f"{backend} tier: {error}") from error
+    except (BackendError, OSError) as error:
+        if config.required:
+            raise ConfigError(f"{backend} tier: {error}. Check its paths and files.") from error
 
 
 def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
@@ -58,7 +60,7 @@ def doubts_before_opening(backend: str, config: TierConfig) -> Iterator[str]:
     if isinstance(size, int) and size < _CAPACITY_LITTLE:
         yield f"'capacity' is {ByteSize(size).text}, room for few blocks. Give some GiB, such as '500GiB'."
     for path in paths_of(backend, config):
-        for found, advice in _absences(path):
+        for found, advice in () if config.required else _absences(path):
             yield f"{found}, so an engine starts without the tier ('required' is false). {advice}"
         if not path.is_absolute():
             yield (
@@ -119,7 +121,7 @@ def _absences(path: Path) -> Iterator[tuple[str, str]]:
     """Yield what this machine lacks for a directory, perhaps only now."""
     there = nearest_existing(path)
     if path != there and path.parent != there:
-        yield f"{path.parent} does not exist", "Make it: only the last component of a tier's path is made by itself."
+        yield f"{path.parent} does not exist", "Make it: kvstore makes only the last component of a tier's path."
     elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield f"{there} is not a writable directory", "Give one that is this user's."
 

@@ -117,7 +117,6 @@ def test_the_command_prints_one_line_that_a_shell_takes() -> None:
         ["--vllm", "--tier", _FILE, "--tiering", "{"],
         ["--vllm", "--tier", _FILE, "--extra", "[]"],
         ["--tier", '{"type": "fiel"}'],
-        ["--tier", "file:///no/such/place?capacity=1GiB"],
         ["--tier", "file:///tmp/kvstore-test?capacity=500"],
         ["--tier", "file:///tmp/kvstore-test?capacity=1GiB&codec=zst"],
         ["--tier", "file:///tmp/kvstore-test?capacity=1GiB&codec=zstd:99"],
@@ -144,6 +143,17 @@ def test_secrets_are_printed_only_where_the_engine_needs_them(monkeypatch: pytes
     assert "secret" in printed.stderr
     better = '{"type": "redis", "url": "rediss://10.0.0.1", "password": {"env": "KV_PASSWORD"}}'
     assert run_here("config", "--vllm", "--tier", better).stderr == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--vllm"]])
+def test_absent_drive_is_a_warning(options: list[str]) -> None:
+    """The configuration is printed all the same: the engine may run on another machine."""
+    done = run_here("config", *options, "--tier", "file:///no/such/place?capacity=1GiB")
+    assert done.returncode == 0
+    assert "/no/such/place" in json.dumps(json.loads(done.stdout))
+    assert done.stderr == (
+        "tier 1: file tier: /no/such does not exist. Make it: kvstore makes only the last component of a tier's path.\n"
+    )
 
 
 def test_two_tiers_may_not_share_a_directory(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -472,15 +472,24 @@ def test_blocks_that_are_absent_or_damaged_are_no_failure_of_the_medium() -> Non
 
 
 @pytest.mark.parametrize(
-    "bad", [TransferJob(1, [b"a"], [64]), TransferJob(1, [b"a"], [-1]), TransferJob(1, [b""], [0])]
+    ("bad", "said"),
+    [
+        (TransferJob(1, [b"a"], [64]), "it has slot 64. The primary tier has slots 0 to 63."),
+        (TransferJob(1, [b"a"], [-1]), "it has slot -1. The primary tier has slots 0 to 63."),
+        (TransferJob(1, [b""], [0]), "it has a key of 0 bytes. Expected bytes, 1 to 64 long."),
+        (TransferJob(1, cast(Any, ["a"]), [0]), "it has a key of type str. Expected bytes, 1 to 64 long."),
+        (TransferJob(1, [b"a"], [0, 1]), "it has 1 keys and 2 slots. Give one slot for each key."),
+    ],
 )
-def test_invalid_job_is_refused_at_once(bad: TransferJob) -> None:
-    """Slots outside the primary tier and invalid keys never reach the medium, and do not affect its health."""
+def test_invalid_job_is_refused_at_once(bad: TransferJob, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It never reaches the medium, and does not affect its health; statistics and the log say what is wrong."""
     bench = Bench(breaker_failures=1)
     for submit in (bench.tier.submit_load, bench.tier.submit_store):
         submit(bad)
         [result] = bench.tier.get_finished()
         assert result.outcomes == (Outcome.REFUSED,)
+        assert bench.tier.stats().last_error.endswith(said)
+        assert said in caplog.text
     assert bench.channel.of(SubmitJob) == []
     assert bench.tier.stats().load_breaker == "closed"
 
@@ -491,6 +500,7 @@ def test_a_load_into_one_slot_twice_is_refused() -> None:
     twice = TransferJob(1, [b"a", b"b"], [3, 3])
     bench.tier.submit_load(twice)
     assert [result.outcomes for result in bench.tier.get_finished()] == [(Outcome.REFUSED,) * 2]
+    assert bench.tier.stats().last_error.endswith("two blocks are to be loaded into slot 3. Give each its own.")
     bench.tier.submit_store(twice)
     assert [result.outcomes for result in bench.finish(1, Outcome.OK, Outcome.OK)] == [(Outcome.OK,) * 2]
 

@@ -41,7 +41,7 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise ConfigError(f"'{name}' is {value!r}. Expected dollars, 0 or more. Correct it.")
+                raise ConfigError(f"'{name}' is {value!r}. Expected dollars, 0 or more.")
 
 
 class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):

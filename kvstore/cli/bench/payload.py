@@ -127,9 +127,7 @@ def _of_file(path: Path, size: int) -> bytes:
         with path.open("rb") as file:
             data = file.read(min(size, _FILE_BYTES_MAX))
     except OSError as error:
-        raise ConfigError(
-            f"--payload file {str(path)!r} can't be read: {error.strerror}. Give one that can."
-        ) from error
+        raise ConfigError(f"--payload file {str(path)!r} can't be read: {error.strerror}.") from error
     if not data:
         raise ConfigError(f"--payload file {str(path)!r} is empty. Give one that has at least a byte.")
     whole: Any = np.resize(np.frombuffer(data, np.uint8), size)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json as json_module
+import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,19 +45,40 @@ class Layers:
     state_bytes: int = 0  # State of one layer, which replaces the tokens before it; 0 for attention.
 
 
-def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a ``config.json``, or that of a model's directory.
+def read_model_config(model: str) -> dict[str, Any]:
+    """Read a ``config.json``, or that of a model's directory, or of a model that was downloaded by its name.
 
     Raises:
         ConfigError: The file cannot be read, or is not a model's configuration.
     """
+    path = Path(model)
     if path.is_dir():
         path = path / "config.json"
+    elif _is_name(model):
+        path = _downloaded(model)
     found = parsed_json(text_of(f"@{path}", "--model"), f"--model {str(path)!r}", " Give a model's config.json.")
     if not isinstance(found, dict):
         raise ConfigError(f"--model {str(path)!r} is not a JSON object. Give a model's config.json.")
     text = found.get("text_config")
     return {**found, **text} if isinstance(text, dict) else found
+
+
+def _is_name(model: str) -> bool:
+    """Return whether a model is given as on a hub, such as ``meta-llama/Llama-3.1-8B``."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model, re.ASCII) is not None and not Path(model).exists()
+
+
+def _downloaded(name: str) -> Path:
+    """Return the ``config.json`` of a model in the cache of the hub's client."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    found = sorted(cache.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"), key=os.path.getmtime)
+    if not found:
+        raise ConfigError(
+            f"--model {name!r} is no file, and {cache} has no download of it. Get its configuration by 'hf download "
+            f"{name} config.json', or give the path of a config.json."
+        )
+    return found[-1]
 
 
 def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int = 1) -> list[Layers]:
@@ -210,7 +234,12 @@ _TIER_COLUMNS: Final = (
     Column("of_prefill", "of computing it"),
 )
 
-_Model = Annotated[Path, Option("--model", metavar="FILE", help="The model's config.json, or its directory.")]
+_Model = Annotated[
+    str,
+    Option(
+        "--model", metavar="NAME|FILE", help="The model: its name, if it was downloaded, its directory or config.json."
+    ),
+]
 _KvDtype = Annotated[str, Option("--kv-dtype", metavar="TYPE", help="As vLLM's --kv-cache-dtype: auto, fp8, …")]
 _Ranks = Annotated[int, Option("--tp", metavar="N", help="Tensor parallel size.", min=1)]
 _BlockTokens = Annotated[int, Option("--block-tokens", metavar="N", help="vLLM's --block-size.", min=1)]
@@ -288,11 +317,17 @@ def size_command(
         row |= {name: rounded_size(row[name]) if row[name] else None for name in ("token", "state")}
     print_table(rows, _LAYER_COLUMNS)
     _print(found, prompt, hit_rate)
+    served = model if _is_name(model) else str(Path(model).parent if Path(model).is_file() else model)
+    cpu = ["--cpu", region] if region is not None else []
+    url = f"file:///mnt/kv?capacity={capacity or '500GiB'}"
     for tier in tiers:
         tier["of_prefill"] = f"{tier['load_s'] / tier['prefill_s']:.1%}"
         tier |= {"rate": f"{rounded_size(tier['bytes_per_s'])}/s", "load": latency_text(tier["load_s"])}
     if tiers:
         print_table(tiers, _TIER_COLUMNS)
+    print_line("to serve it with a tier on a disk, at /mnt/kv for example:")
+    config = shlex.join(["kvstore", "config", "--vllm", *cpu, "-t", url])
+    print_line(f'vllm serve {shlex.quote(served)} --kv-transfer-config "$({config})"')
 
 
 def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:

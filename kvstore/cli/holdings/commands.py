@@ -34,7 +34,7 @@ from kvstore.cli.terminal import (
     rounded_size,
     say,
 )
-from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.cli.tier_argument import TierArgument, parse_medium
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import BackendUnavailableError, ConfigError, RecordError
 from kvstore.types import BlockInfo, NamespaceInfo
@@ -54,7 +54,7 @@ _DryRun = Annotated[bool, Option("--dry-run", help="Print the planned changes wi
 @contextlib.contextmanager
 def _reading(tier: str, namespaces: Sequence[str] | None = None) -> Iterator[Medium]:
     """Open the medium of a tier; an ``OSError`` becomes a ``BackendError``."""
-    argument = parse_tier(tier)
+    argument = parse_medium(tier)
     try:
         with Medium(argument, namespaces or ()) as medium:
             yield medium

@@ -14,7 +14,7 @@ from kvstore.cli.holdings.care import chosen
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.interruption import Deadline, DeadlineError, DeadlineOption
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
-from kvstore.cli.tier_argument import parse_tier
+from kvstore.cli.tier_argument import parse_medium
 from kvstore.config import TierConfig
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.namespace import Namespace
@@ -149,7 +149,7 @@ def _tiers_of(text: str, options: ModuleType) -> list[tuple[str, str]]:
     text = text_of(text, "configuration").strip()
     value = parsed_json(text, "The configuration") if text.startswith(("{", "[")) else None
     if value is None or (isinstance(value, dict) and not value.keys() & _OF_ENGINES):
-        return [(parse_tier(text).name, text)]
+        return [(parse_medium(text).name, text)]
     tiers = options.with_short_types({"secondary_tiers": _secondary_tiers(value)})["secondary_tiers"]
     return [(options.tier_name(tier), json_module.dumps(tier)) for tier in tiers if tier["type"] == options.TIER_TYPE]
 
@@ -174,7 +174,7 @@ def _opened(
     found, failures = [], {}
     for name, text in tiers:
         try:
-            tier = parse_tier(text)
+            tier = parse_medium(text)
             if BACKENDS.find(tier.backend).takes_stores:
                 medium = media.enter_context(Medium(tier))
                 found.append((medium, medium.described()))
