@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,6 +82,9 @@ _RECOVERED_PER_STEP = 32768
 _VERIFIED_PER_STEP = 128
 """Reported blocks looked up per step. Redis answers within 1 ms."""
 
+_FAULTS_INTERVAL_S = 60.0
+"""Shortest interval of lines in the log about damaged records."""
+
 _VERIFICATION_INTERVAL_S = 300.0
 """Time between two lookups of all reported blocks on a medium that evicts silently."""
 
@@ -153,6 +156,7 @@ class AsyncTier(SecondaryTierManager):
         self._jobs = Jobs()
         self._lookups: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
+        self._faults_logged = -math.inf
         self._removals: Counter[str] = Counter()
         self._gone: BoundedDict[BlockKey, MissCause] = BoundedDict(_GONE_MAX)
         """Causes of removed blocks."""
@@ -506,7 +510,8 @@ class AsyncTier(SecondaryTierManager):
             self._forgotten.add(answer.prefix)
 
     def _job_done(self, done: JobDone, now: float) -> None:
-        self._faults.update(done.faults)
+        if done.faults:
+            self._note_faults(done.faults, now)
         if done.error:
             self._last_error = done.error
         completed = self._jobs.complete(done)
@@ -521,6 +526,19 @@ class AsyncTier(SecondaryTierManager):
             pairs = zip(job.job.keys, outcomes, strict=True)
             self._inventory.accessed(key for key, outcome in pairs if outcome.ok)
             self._note_failed_loads(job.job, outcomes, now)
+
+    def _note_faults(self, faults: Mapping[str, int], now: float) -> None:
+        """Count records that failed verification, with a line in the log now and then."""
+        self._faults.update(faults)
+        if now >= self._faults_logged + _FAULTS_INTERVAL_S:
+            self._faults_logged = now
+            found = ", ".join(f"{cause}: {count}" for cause, count in sorted(self._faults.items()))
+            logger.warning(
+                "Tier %s: records failed verification and are computed again (since the start: %s). The medium, its "
+                "cables or memory may be bad, or another program writes there.",
+                self.name,
+                found,
+            )
 
     def _note_failed_loads(self, job: TransferJob, outcomes: Sequence[Outcome], now: float) -> None:
         failed = {key: outcome for key, outcome in zip(job.keys, outcomes, strict=True) if not outcome.ok}

@@ -62,10 +62,11 @@ class Epoch:
         """Note an answer; return whether it belongs to the latest request."""
         if message.number != self._asked:
             return False
+        if self.name is None:
+            logger.info("Tier %s was reset: blocks stored before the epoch %r are not found", self._tier, message.name)
         self.is_changing, self.name = False, message.name
         if self._lender is not None:
             self._lender.is_open = True
-        logger.info("Tier %s is in the epoch %r", self._tier, message.name)
         return True
 
     def _request(self) -> BeginEpoch:

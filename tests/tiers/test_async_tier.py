@@ -19,6 +19,7 @@ from kvstore.runtime.messages import (
     Forgotten,
     HostDown,
     HostUp,
+    JobDone,
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
@@ -756,3 +757,14 @@ def test_a_miss_after_a_failure_is_a_failure() -> None:
     shared.tier.flush()
     shared.answer(ExistsDone(shared.channel.of(AskExistence)[0].question_id, b"", "connection refused"))
     assert cause_of(shared, b"a") is MissCause.FAILED
+
+
+def test_damaged_records_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """At once, and then at most once a minute, with all counts since the start."""
+    bench = Bench()
+    for job_id, wait_s in ((1, 0), (2, 59), (3, 2)):
+        bench.now += wait_s
+        bench.tier.submit_load(job(job_id, [b"k%d" % job_id]))
+        bench.answer(JobDone(bench.number_of(job_id), bytes([Outcome.CORRUPT]), 0, 0.0, {"checksum": 1}, ""))
+    found = [record.getMessage().partition("(since the start: ")[2].partition(")")[0] for record in caplog.records]
+    assert list(filter(None, found)) == ["checksum: 1", "checksum: 3"]

@@ -150,7 +150,7 @@ class Blocks:
             found = await self._space.take([size_bytes for _, size_bytes, _ in mine])
             places = [place for place in found if place != NOWHERE]
             if len(places) < len(mine):
-                self.last_error = "no slot is free: other engines use the capacity, or the disk is full"
+                self.last_error = f"no slot is free: {self._space.described()}"
             for (i, _, digest), place in zip(mine, found, strict=True):
                 if place == NOWHERE:
                     outcomes[i] = Outcome.NO_SPACE

@@ -25,6 +25,7 @@ from kvstore.backends.disk.rows import RowChange, TableWriter
 from kvstore.backends.disk.segment import SLOT_BITS, Segment
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import ByteSize
 from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
@@ -141,6 +142,12 @@ class Space:
     async def drop_lost(self, root: Root) -> None:
         """Drop segments whose files were deleted or have another length: nobody else could read new blocks there."""
         await asyncio.shield(self._start(self._drop_lost(root)))
+
+    def described(self) -> str:
+        """Return how much of the capacity this engine holds, and who may hold the rest."""
+        held = ByteSize(sum(map(self._held_bytes, self._roots))).text
+        capacity = ByteSize(sum(root.capacity_bytes for root in self._roots)).text
+        return f"this engine holds {held} of a capacity of {capacity}; other engines hold the rest, or the disk is full"
 
     async def close(self) -> None:
         """Wait for background work."""
