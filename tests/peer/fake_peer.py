@@ -69,14 +69,10 @@ class FakePeer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.disconnect()
-        self._thread.join(10)
-
-    def disconnect(self) -> None:
-        """Close all connections."""
         for sock in list(self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
 
     def _accept(self) -> None:
         while True:

@@ -279,7 +279,7 @@ async def test_invalid_packs_are_skipped(faults: FaultServer, rng: random.Random
 async def test_a_pack_that_was_missing_for_a_moment_is_found_again(faults: FaultServer, rng: random.Random) -> None:
     """A false 404 for a listed pack hides its blocks from an engine only until the next refresh."""
     more = {**PACKED, "prefix": fresh_prefix()}
-    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    reader = await opened(faults, **more)
     name, (key,) = ObjectNames(more["prefix"], NAMESPACE).new_pack(), blocks_of(rng, 1)
     head, _ = PackFormat(NAMESPACE).pack_head([(key, 100)])
     await (await opened_client(faults)).put(name, [head, bytes(100)], timeout_s=10)
