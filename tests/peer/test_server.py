@@ -235,9 +235,9 @@ async def test_client_of_another_version_receives_the_servers_version(version: i
     [
         protocol.pack_question(Op.LOAD, [b"k"])[:3],
         b"\7" + bytes(7),
-        protocol._QUESTION.pack(Op.LOAD, 0, 4096, 4096 * 65),
-        protocol._QUESTION.pack(Op.LOAD, 0, 65535, 2**32 - 1),
-        protocol._QUESTION.pack(Op.LOAD, 0, 2, 4) + b"\0\0\0\0",
+        protocol.QUESTION.pack(Op.LOAD, 0, 4096, 4096 * 65),
+        protocol.QUESTION.pack(Op.LOAD, 0, 65535, 2**32 - 1),
+        protocol.QUESTION.pack(Op.LOAD, 0, 2, 4) + b"\0\0\0\0",
         protocol.pack_question(Op.LOOKUP, [b"k"]) * 2,
     ],
     ids=["half a question", "unknown", "no body", "huge", "broken keys", "two at once"],

@@ -218,6 +218,7 @@ def test_an_option_of_vllm_that_replaces_the_connector_is_refused(
 ) -> None:
     """``--kv-offloading-size`` with another connector would run the engine without kvstore."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+
     def __post_init__(self: Any) -> None:
         check_start()
 
@@ -339,6 +340,7 @@ def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: 
 
 def test_only_the_process_of_an_engine_checks_its_configuration(tmp_path: Path) -> None:
     """A configuration that another function was given does not count: it may be of another engine."""
+
     def frontend(vllm_config: Any) -> None:
         check_start()
 
@@ -347,6 +349,7 @@ def test_only_the_process_of_an_engine_checks_its_configuration(tmp_path: Path) 
 
 def test_other_objects_made_on_the_way_are_not_taken_for_the_engines(tmp_path: Path) -> None:
     """A dataclass created by ``EngineArgs`` has no configuration of a connector; ``EngineArgs`` have it."""
+
     def __post_init__(self: Any) -> None:
         if self.part is None:
             check_start()
