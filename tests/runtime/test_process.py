@@ -32,6 +32,7 @@ from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import Drained, FromIO, PresenceAdded, Touch
 from kvstore.runtime.process import ChildConnection, Limits, ProcessChannel, ProcessSpec, find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack, take_frame
+from tests.no_threads import no_threads
 
 SLOT = 8192
 CONFIG = {"backend": "memory", "capacity": "16MiB", "io": "process"}
@@ -688,18 +689,6 @@ def test_failed_child_ends_before_the_next_starts(region: Region, monkeypatch: p
         until(lambda: len(begun) > 1, tier)
         assert not Path(f"/proc/{begun[0]}").exists()
     until_replaced(tier, child)
-
-
-@contextlib.contextmanager
-def no_threads() -> Iterator[None]:
-    """Prevent new threads: each would need a larger stack than any machine has."""
-    before = threading.stack_size(1 << 62)
-    try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threading.Thread(target=int).start()
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def test_a_child_is_replaced_while_no_thread_can_start(region: Region) -> None:

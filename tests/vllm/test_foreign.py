@@ -17,7 +17,6 @@ from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually
 from kvstore.types import RequestContext
-from kvstore.vllm import manager
 from kvstore.vllm.foreign import ForeignTier
 from tests.vllm import other_tiers
 from tests.vllm.harness import BLOCK_BYTES, Driver, Drivers, key_of, pattern_of
@@ -158,9 +157,9 @@ def test_a_malformed_result_costs_its_own_job(drive: Drivers, malformed: Any) ->
     tier.holds = False
 
 
-def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_drain")
+def test_a_drain_that_hangs_stops_the_tier(drive: Drivers) -> None:
     """A reset ends at its limit; slots are freed when the drain ends, not before; the next reset starts the tier."""
-    monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
     tier.holds = True
@@ -225,11 +224,9 @@ def test_a_shutdown_waits_for_a_drain(drive: Drivers) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_slots_of_unreported_jobs_are_freed_after_a_drain(
-    drive: Drivers, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+@pytest.mark.usefixtures("short_drain")
+def test_slots_of_unreported_jobs_are_freed_after_a_drain(drive: Drivers, fails: bool) -> None:
     """Jobs that a late drain has not reported have failed; after a drain that fails, the tier may still use slots."""
-    monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT)
     (tier,) = MADE
     foreign = foreign_of(driver)
