@@ -21,7 +21,8 @@ import numpy as np
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # In place of this folder, whose redis.py is not the package.
 
 from bench.common import Row, arguments, reporting
-from kvstore.backends.peer import directory, summary
+from kvstore.backends.peer import summary
+from kvstore.backends.peer.limits import LIMITS
 from kvstore.backends.peer.summary import Index, Section
 
 INTERVAL_S: Final = 5.0
@@ -85,7 +86,7 @@ def of_directory(engines: int, lookups: int) -> Row:
     """Return the cost with a directory."""
     rng = np.random.default_rng(engines)
     size = len(summary.pack([Section(0, np.arange(summary.SAMPLE_MAX, dtype=np.uint32))]))
-    age_s = max(INTERVAL_S, (engines - 1) * size / directory._READ_BYTES_PER_S)
+    age_s = max(INTERVAL_S, (engines - 1) * size / LIMITS.read_bytes_per_s)
     # All engines but the querying one.
     fleet = simulated(engines - 1, min(1.0, age_s / TURNOVER_S), rng)
     index = Index.of([[section(fleet, engine)] for engine in range(engines - 1)])
@@ -108,7 +109,7 @@ def of_directory(engines: int, lookups: int) -> Row:
     strangers = [
         [hashlib.sha256(b"%d %d" % (n, i)).digest() + bytes(4) for i in range(PREFIX_BLOCKS)] for n in range(200)
     ]
-    read_per_s = min(directory._READ_BYTES_PER_S, (engines - 1) * size / INTERVAL_S)
+    read_per_s = min(LIMITS.read_bytes_per_s, (engines - 1) * size / INTERVAL_S)
     listed_per_s = engines * MEMBER_BYTES / INTERVAL_S
     windows = partners if len(partners) == 1 else partners[:-1]
     asked_per_lookup = asked / searched

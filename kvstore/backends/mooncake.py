@@ -86,9 +86,10 @@ class MooncakeBackend(Backend):
     locality = Locality.REMOTE
     scans = False
 
-    def __init__(self, config: MooncakeConfig) -> None:
+    def __init__(self, config: MooncakeConfig, make_client: Callable[[], Any] = MooncakeDistributedStore) -> None:
         super().__init__(config)
         self.config: MooncakeConfig = config
+        self._make_client = make_client
         self._store: Any = None
         self._prefix = ""
         self._lanes: asyncio.Queue[_Lane] = asyncio.Queue()
@@ -101,7 +102,7 @@ class MooncakeBackend(Backend):
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Join the pool. ``BackendUnavailableError``: the master can't be reached."""
-        store, config = MooncakeDistributedStore(), self.config
+        store, config = self._make_client(), self.config
         self._prefix = f"kvstore/{namespace.hex}/"
         slab_bytes = -(-max(_SLAB_BYTES, geometry.record_bytes_max) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lanes = asyncio.Queue()

@@ -51,16 +51,10 @@ _READ_BYTES: Final = 1 << 20
 _READ_INTERVAL_S: Final = 0.1
 """Maximum time between two reads. A killed child no longer rings the bell."""
 
-_BACKLOG_BYTES_MAX: Final = 64 << 20
-"""Unread bytes beyond which a child counts as stopped."""
-
 _START_TIMEOUT_S: Final = 5.0
 _OPEN_TIMEOUT_S: Final = 60.0
 _RESTART_PAUSE_S: Final = 0.25
 _RESTART_PAUSE_S_MAX: Final = 30.0
-
-_KILLED_TIMEOUT_S: Final = 5.0
-"""Time limit for the end of a killed child, which may be stuck in the kernel on a dead mount."""
 
 _END_TIMEOUT_S: Final = 1.0
 """Time for a child to exit after it closed its medium or failed to open it."""
@@ -68,16 +62,26 @@ _END_TIMEOUT_S: Final = 1.0
 _SETTLED_CHECK_S: Final = 0.005
 """Polling interval for the end of a killed child's I/O, which usually takes milliseconds."""
 
-_QUIET_S: Final = 2.0
-"""Silence after which a child is pinged."""
 
-_ANSWER_TIMEOUT_S: Final = 10.0
-"""Time limit for the answer to a ping: longer than delays by a start or a busy machine. A child with a
-hanging medium still answers."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of child processes that are no options; tests pass smaller ones."""
 
-_LATE_QUIET_S: Final = 0.25
-_LATE_ANSWER_TIMEOUT_S: Final = 1.0
-"""Both limits while a load is late: a running loop reports a load by its deadline, unless the medium hangs."""
+    # Unread bytes beyond which a child counts as stopped.
+    backlog_bytes_max: int = 64 << 20
+    # Time limit for the end of a killed child, which may be stuck in the kernel on a dead mount.
+    killed_timeout_s: float = 5.0
+    # Silence after which a child is pinged.
+    quiet_s: float = 2.0
+    # Time limit for the answer to a ping: longer than delays by a start or a busy machine. A child with a hanging
+    # medium still answers.
+    answer_timeout_s: float = 10.0
+    # Both limits while a load is late: a running loop reports a load by its deadline, unless the medium hangs.
+    late_quiet_s: float = 0.25
+    late_answer_timeout_s: float = 1.0
+
+
+LIMITS: Final = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,7 @@ class ProcessSpec:
     payload: dict[str, Any] = field(repr=False)  # May contain secrets.
     backing: SharedBacking  # The channel closes its descriptor.
     name: str  # Name of the tier, for messages.
+    limits: Limits = LIMITS
 
 
 class ProcessChannel:
@@ -216,7 +221,7 @@ class ProcessChannel:
         if self._keeper is not None:
             # The keeper may be waiting for a child that can't be killed; then it starts no other.
             self._lost_children.put(None)
-            self._keeper.join(_KILLED_TIMEOUT_S)
+            self._keeper.join(self._spec.limits.killed_timeout_s)
             ended = not self._keeper.is_alive()
         if self._connection is None:
             # A new child must close its medium, even if its HostUp was not received.
@@ -232,7 +237,7 @@ class ProcessChannel:
             by_itself = last.end(0.0 if self._connection else _END_TIMEOUT_S)
             self._connection = None
             if not (by_itself and last.has_closed):
-                ended = last.await_settled(_KILLED_TIMEOUT_S) and ended
+                ended = last.await_settled(self._spec.limits.killed_timeout_s) and ended
         if ended:
             # Otherwise kept open: a running restart must not pass another file with the same number to a child.
             os.close(self._spec.backing.fd)
@@ -280,7 +285,7 @@ class ProcessChannel:
     def _write(self, messages: Sequence[ParentMessage]) -> None:
         self._outgoing += pack(messages)
         self._push()
-        if len(self._outgoing) > _BACKLOG_BYTES_MAX:
+        if len(self._outgoing) > self._spec.limits.backlog_bytes_max:
             self._lost("it does not read")
 
     def _push(self) -> None:
@@ -342,6 +347,7 @@ class ChildConnection:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
+        self._limits = spec.limits
         self.has_closed = False  # Whether the child reported its medium as closed; it then no longer touches slots.
         self._answered_at = time.monotonic()
         self._looked_at = 0.0
@@ -447,7 +453,9 @@ class ChildConnection:
         To be called often. Any message counts as an answer. Between two calls, at most the limit of silence counts,
         because the scheduler itself may have been stopped. A late load shortens the limits.
         """
-        quiet_s, answer_s = (_LATE_QUIET_S, _LATE_ANSWER_TIMEOUT_S) if is_late else (_QUIET_S, _ANSWER_TIMEOUT_S)
+        quiet_s, answer_s = self._limits.quiet_s, self._limits.answer_timeout_s
+        if is_late:
+            quiet_s, answer_s = self._limits.late_quiet_s, self._limits.late_answer_timeout_s
         now = time.monotonic()
         passed_s, self._looked_at = now - self._looked_at, now
         if self._asked_s is not None:
@@ -470,7 +478,7 @@ class ChildConnection:
             by_itself = False
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(None if for_ever else _KILLED_TIMEOUT_S)
+                self._process.wait(None if for_ever else self._limits.killed_timeout_s)
         self._socket.close()
         self._bell.close()
         if self.has_closed or not self._is_open:

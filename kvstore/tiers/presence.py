@@ -244,7 +244,16 @@ class Existence:
     caller sends the questions and passes on the answers.
     """
 
-    def __init__(self, timeout_s: float, error_pause_s: float) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        error_pause_s: float,
+        *,
+        pending_max: int = _PENDING_MAX,
+        addresses_max: int = _ADDRESSES_MAX,
+        sources_max: int = _QUESTION_SOURCES_MAX,
+    ) -> None:
+        self._pending_max, self._addresses_max, self._sources_max = pending_max, addresses_max, sources_max
         self._timeout_s = timeout_s
         self._error_pause_s = error_pause_s
         self._pending: dict[tuple[str, BlockKey], float] = {}
@@ -269,7 +278,7 @@ class Existence:
             if place in self._source_answers and now < self._source_answers[place].ask_again_at:
                 return True  # It was queried a moment ago.
             # After an error, the answer is unknown, and a question in every step would burden a failing medium.
-            if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
+            if now < self._quiet_until or len(self._pending) >= self._pending_max:
                 return False
             if not self._admits_source(source):
                 return True  # It is queried in the next step.
@@ -288,10 +297,10 @@ class Existence:
         """Add a source to the next questions; False if they have too many."""
         if source is None:
             return True
-        if source.address not in self._sources and len(self._sources) >= _ADDRESSES_MAX:
+        if source.address not in self._sources and len(self._sources) >= self._addresses_max:
             return False
         sources = self._sources.setdefault(source.address, {})
-        if source not in sources and len(sources) >= _QUESTION_SOURCES_MAX:
+        if source not in sources and len(sources) >= self._sources_max:
             return False
         sources[source] = None
         return True

@@ -118,7 +118,7 @@ class KVStoreTier(SecondaryTierManager):
         # Only a flat memoryview can be sliced into views of rows.
         self._rows: memoryview = primary_kv_view.cast("B")
         try:
-            self._tier = open_tier(
+            self.tier = open_tier(
                 config,
                 primary=self._rows,
                 slot_bytes=slot_bytes,
@@ -130,21 +130,21 @@ class KVStoreTier(SecondaryTierManager):
             self._rows.release()
             raise
         # Requests select the tiers to load from by medium and locality.
-        self.medium = VllmMedium[self._tier.medium.name]
-        self.locality = VllmLocality(options.get("locality") or self._tier.locality.value)
-        source = cache_hit_source(self._tier.medium, self._tier.locality)
+        self.medium = VllmMedium[self.tier.medium.name]
+        self.locality = VllmLocality(options.get("locality") or self.tier.locality.value)
+        source = cache_hit_source(self.tier.medium, self.tier.locality)
         if source is not None:
             self.cache_hit_source = source
-        self.errors = ErrorLog(self._tier.name)
+        self.errors = ErrorLog(self.tier.name)
         self._doubts = engine.doubts
         self._pages = region_pages(offloading_spec.config.engine_id)
-        self._lineage = Lineage([self._tier] if self._emits_events else (), engine)
-        self._metrics = TierMetrics(self._tier.name)
-        self._waker = IdleWaker([self._tier])
+        self._lineage = Lineage([self.tier] if self._emits_events else (), engine)
+        self._metrics = TierMetrics(self.tier.name)
+        self._waker = IdleWaker([self.tier])
         useful = useful_bytes(offloading_spec, engine)
         logger.info(
             "kvstore tier %s opened, slots of %s, %s, namespace %s",
-            described(self._tier, config),
+            described(self.tier, config),
             described_slots(offloading_spec, slot_bytes, useful),
             described_pages(offloading_spec.config.engine_id),
             namespace.hex,
@@ -161,7 +161,7 @@ class KVStoreTier(SecondaryTierManager):
     @property
     def label(self) -> str:
         """Name of this tier in metrics: the option ``label``, otherwise the backend's name."""
-        return self._tier.name
+        return self.tier.name
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -172,17 +172,17 @@ class KVStoreTier(SecondaryTierManager):
     @guarded(lambda: VllmLookupResult.MISS)
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
         """Return HIT or MISS in the same step if known, otherwise RETRY, at most until the lookup deadline."""
-        return _ANSWERS.get(self._tier.lookup(key, _context(req_context)), VllmLookupResult.MISS)
+        return _ANSWERS.get(self.tier.lookup(key, _context(req_context)), VllmLookupResult.MISS)
 
     @guarded(lambda: None)
     def submit_store(self, job_metadata: VllmTransferJob) -> None:
         """Enqueue a store; submitted at the end of the step."""
-        self._submit(job_metadata, self._tier.submit_store)
+        self._submit(job_metadata, self.tier.submit_store)
 
     @guarded(lambda: None)
     def submit_load(self, job_metadata: VllmTransferJob) -> None:
         """Enqueue a load; submitted at the end of the step, which follows immediately."""
-        self._submit(job_metadata, self._tier.submit_load)
+        self._submit(job_metadata, self.tier.submit_load)
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
         """Return the jobs finished since the last call, each exactly once."""
@@ -198,7 +198,7 @@ class KVStoreTier(SecondaryTierManager):
         True until the first step, which reports the metrics with their initial zeros.
         """
         has_reports = not self._has_stepped or self._waker.due or bool(self._lost or self._results)
-        return has_reports or (self._emits_events and self._tier.has_unreported)
+        return has_reports or (self._emits_events and self.tier.has_unreported)
 
     @guarded(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -206,9 +206,9 @@ class KVStoreTier(SecondaryTierManager):
         if not self._emits_events:
             return []
         self._lineage.begin()
-        events = self._tier.take_events()
+        events = self.tier.take_events()
         for event in events:
-            self._lineage.note(self._tier, event.keys, removed=event.cause is not None)
+            self._lineage.note(self.tier, event.keys, removed=event.cause is not None)
         return [
             make_event(event.keys, self.medium, removed=event.cause is not None, locality=self.locality)
             for event in events
@@ -217,15 +217,15 @@ class KVStoreTier(SecondaryTierManager):
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. All its blocks count as used, including blocks not loaded from this tier."""
-        self._tier.touch(list(itertools.islice(request_ends(req_context), _TOUCHED_KEYS_MAX)))
-        self._tier.on_request_finished(_context(req_context))
+        self.tier.touch(list(itertools.islice(request_ends(req_context), _TOUCHED_KEYS_MAX)))
+        self.tier.on_request_finished(_context(req_context))
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Submit the jobs of the step with one wake-up of the I/O side."""
         self._has_stepped = True
         self._waker.note_step()
-        self._tier.flush()
+        self.tier.flush()
 
     @guarded(lambda: None)
     def drain_jobs(self) -> None:
@@ -234,16 +234,16 @@ class KVStoreTier(SecondaryTierManager):
         Then begin a new epoch, unless the tier keeps its blocks (``"reset": "keep"``).
         """
         started = time.monotonic()
-        while not self._tier.drain(_DRAIN_LOG_S):
+        while not self.tier.drain(_DRAIN_LOG_S):
             if time.monotonic() - started < _DRAIN_LOG_S:
                 break  # Returned early: all I/O has ended, but a job has no result.
             started = time.monotonic()
-            logger.warning("kvstore tier %s: still waiting for %d jobs to end", self._tier.name, len(self._jobs))
+            logger.warning("kvstore tier %s: still waiting for %d jobs to end", self.tier.name, len(self._jobs))
         self._collect()
         # All I/O has ended, so these jobs will never have a result.
         self._lost.extend(self._jobs.keys() - set(self._lost))
         # vLLM drains a tier only at a cache reset, and gives no other signal of a reset.
-        self._tier.begin_epoch()
+        self.tier.begin_epoch()
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:
@@ -253,21 +253,21 @@ class KVStoreTier(SecondaryTierManager):
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
         self._reported_at, self._unreported_jobs = now, False
-        report = self._metrics.report(self._tier.stats(), self._tier.take_samples(), self.errors.count)
+        report = self._metrics.report(self.tier.stats(), self.tier.take_samples(), self.errors.count)
         return report.aggregate(report_engine(self._doubts, self._pages))
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """End all I/O and release the primary tier's memory. Idempotent."""
         self._waker.close()
-        self._tier.close()
+        self.tier.close()
         with contextlib.suppress(BufferError):
             # Fails if I/O that did not end in time still uses the memory; close() has logged that.
             self._rows.release()
 
     @guarded(lambda: None)
     def _restate_events(self) -> None:
-        self._tier.restate_events()
+        self.tier.restate_events()
 
     def _submit(self, job: VllmTransferJob, submit: Callable[[TransferJob], None]) -> None:
         keys = tuple(job.keys)
@@ -286,10 +286,10 @@ class KVStoreTier(SecondaryTierManager):
             job_id = self._lost.pop()
             if self._jobs.pop(job_id, None) is not None:
                 self._results.append(VllmJobResult(job_id, False))
-        for done in self._tier.get_finished():
+        for done in self.tier.get_finished():
             keys = self._jobs.pop(done.job_id, None)
             if keys is None:
-                logger.debug("kvstore tier %s: second result of job %d dropped", self._tier.name, done.job_id)
+                logger.debug("kvstore tier %s: second result of job %d dropped", self.tier.name, done.job_id)
                 continue
             self._results.append(_vllm_result(done, keys))
 

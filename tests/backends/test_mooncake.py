@@ -63,6 +63,13 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
     log.close()
 
 
+async def opened(address: str, client: Any) -> MooncakeBackend:
+    """Open a backend with a client of the test."""
+    backend = MooncakeBackend(MooncakeConfig(master=address, segment="64MiB"), lambda: client)  # type: ignore[arg-type]
+    await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
+    return backend
+
+
 class MooncakeHarness(BackendHarness):
     """A client over TCP that contributes memory; its records are lost with it."""
 
@@ -77,14 +84,18 @@ class MooncakeHarness(BackendHarness):
     async def make_backend(self) -> Backend:
         """Return a backend of a new, empty namespace."""
         self.namespace = Namespace({"suite": uuid.uuid4().hex})
-        return MooncakeBackend(MooncakeConfig(master=self.address, segment="256MiB"))
+        return MooncakeBackend(MooncakeConfig(master=self.address, segment="256MiB"), self.make_client)
+
+    def make_client(self) -> Any:
+        """Return a client for the backend."""
+        return store.MooncakeDistributedStore()
 
 
 class KeptStore:
     """A client that backends use one after the other, because the end of a client takes seconds."""
 
     def __init__(self) -> None:
-        self._store = store.MooncakeDistributedStore()
+        self.client = self._store = store.MooncakeDistributedStore()
         self._code: int | None = None
         self._registered: list[int] = []
 
@@ -113,15 +124,18 @@ def kept_store() -> Iterator[KeptStore]:
     """The client of the suites' backends."""
     kept = KeptStore()
     yield kept
-    kept._store.close()
+    kept.client.close()
 
 
 class TestMooncake(MooncakeHarness, BackendValueTests, BackendConcurrencyTests):
     """The values of a client that stays in the pool."""
 
     @pytest.fixture(autouse=True)
-    def _store(self, monkeypatch: pytest.MonkeyPatch, kept_store: KeptStore) -> None:
-        monkeypatch.setattr("kvstore.backends.mooncake.MooncakeDistributedStore", lambda: kept_store)
+    def _kept(self, kept_store: KeptStore) -> None:
+        self.kept_store = kept_store
+
+    def make_client(self) -> KeptStore:
+        return self.kept_store
 
 
 class TestMooncakeLifecycle(MooncakeHarness, BackendLifecycleTests):
@@ -165,16 +179,20 @@ def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
 
 
 class StaleLengths:
-    """A store that describes records as they were before; it passes all other calls to a real store."""
+    """A client that may describe records as they were at the last description."""
 
-    def __init__(self, store: Any, described: Any) -> None:
-        self._store, self._described = store, described
+    def __init__(self) -> None:
+        self._store = store.MooncakeDistributedStore()
+        self.is_stale = False
+        self._described: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def batch_get_replica_desc(self, names: Any) -> Any:
-        """Describe the earlier record."""
+        """Describe the records, or repeat the last description."""
+        if not self.is_stale:
+            self._described = self._store.batch_get_replica_desc(names)
         return self._described
 
 
@@ -184,20 +202,18 @@ def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read(
     """The new bytes are read, as many as there are."""
 
     async def check() -> None:
-        backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
-        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
+        client = StaleLengths()
+        backend = await opened(master[0], client)
+        read = RecordRead(b"k", [memoryview(bytearray(4352))])
         try:
             assert list(await backend.put([RecordWrite(b"k", [memoryview(bytes(300))])])) == [Outcome.OK]
-            real = backend._store
-            described = real.batch_get_replica_desc([backend._name(b"k")])
+            assert list(await backend.get_into([read])) == [Outcome.OK]
+            client.is_stale = True
             assert list(await backend.delete([b"k"])) == [True]
             record = os.urandom(4096)
             assert list(await backend.put([RecordWrite(b"k", [memoryview(record)])])) == [Outcome.OK]
-            backend._store = StaleLengths(real, described)
-            read = RecordRead(b"k", [memoryview(bytearray(4352))])
             assert list(await backend.get_into([read])) == [Outcome.OK]
             assert read.filled_bytes == 4096 and read.buffers[0][:4096] == record
-            backend._store = real
         finally:
             await backend.close()
 
@@ -205,15 +221,16 @@ def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read(
 
 
 class SlowCalls:
-    """A store in which calls of one name wait; it passes all other calls to a real store."""
+    """A client in which calls of one name wait."""
 
-    def __init__(self, store: Any, name: str) -> None:
-        self._store, self._name = store, name
+    def __init__(self) -> None:
+        self._store = store.MooncakeDistributedStore()
+        self.slow_name = ""
         self.begun, self.goes_on = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._store, name)
-        return partial(self._wait, call) if name == self._name else call
+        return partial(self._wait, call) if name == self.slow_name else call
 
     def _wait(self, call: Any, *args: Any) -> Any:
         self.begun.set()
@@ -229,9 +246,8 @@ def test_no_record_is_removed_while_it_is_read(
     """Its memory would be reused. Other keys do not wait, and a cancelled call counts until its end."""
 
     async def check() -> None:
-        backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
-        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
-        real, record = backend._store, os.urandom(4096)
+        slow, record = SlowCalls(), os.urandom(4096)
+        backend = await opened(master[0], slow)
         buffers = [bytearray(4096), bytearray(4096)]
 
         def get(key: bytes, buffer: bytearray) -> Any:
@@ -240,12 +256,12 @@ def test_no_record_is_removed_while_it_is_read(
         try:
             for key in (b"k", b"other"):
                 assert list(await backend.put([RecordWrite(key, [memoryview(record)])])) == [Outcome.OK]
-            slow = backend._store = SlowCalls(real, "batch_get_into" if first == "get" else "batch_remove")
+            slow.slow_name = "batch_get_into" if first == "get" else "batch_remove"
             one = asyncio.ensure_future(get(b"k", buffers[0]) if first == "get" else backend.delete([b"k"]))
             assert await asyncio.to_thread(slow.begun.wait, 60)
             if cancelled:
                 one.cancel()
-            backend._store = real
+            slow.slow_name = ""
             two = asyncio.ensure_future(backend.delete([b"k"]) if first == "get" else get(b"k", buffers[1]))
             assert list(await get(b"other", buffers[1])) == [Outcome.OK]
             assert list(await backend.delete([b"other"])) == [True]
@@ -267,16 +283,15 @@ def test_a_removed_record_is_not_brought_back_by_a_late_put(master: tuple[str, s
     """A removal waits for a put of its key that has outlived its deadline; other keys do not wait."""
 
     async def check() -> None:
-        backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
-        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
-        real, record = backend._store, memoryview(os.urandom(4096))
+        slow, record = SlowCalls(), memoryview(os.urandom(4096))
+        backend = await opened(master[0], slow)
         try:
-            slow = backend._store = SlowCalls(real, "batch_put_session_start")
+            slow.slow_name = "batch_put_session_start"
             put = asyncio.ensure_future(backend.put([RecordWrite(b"k", [record])]))
             assert await asyncio.to_thread(slow.begun.wait, 60)
             put.cancel()
             await asyncio.wait({put})
-            backend._store = real
+            slow.slow_name = ""
             removal = asyncio.ensure_future(backend.delete([b"k"]))
             assert list(await backend.put([RecordWrite(b"other", [record])])) == [Outcome.OK]
             assert list(await backend.delete([b"other"])) == [True]
@@ -329,7 +344,7 @@ def test_a_hanging_master_does_not_abort_the_process_at_its_end(master: tuple[st
     assert (ended.returncode, ended.stdout) == (0, "late\n"), ended.stderr
 
 
-def test_a_cancelled_open_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_open_leaves_no_threads() -> None:
     """Each probe of an unreachable pool opens the backend and is cancelled: its threads end with the late call."""
     goes_on = threading.Event()
 
@@ -341,10 +356,8 @@ def test_a_cancelled_open_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> 
             assert goes_on.wait(60)
             return -1
 
-    monkeypatch.setattr("kvstore.backends.mooncake.MooncakeDistributedStore", Unreachable)
-
     async def check() -> None:
-        backend = MooncakeBackend(MooncakeConfig(master="127.0.0.1:1"))
+        backend = MooncakeBackend(MooncakeConfig(master="127.0.0.1:1"), Unreachable)
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,13 @@ CONFIGS: list[Any] = [
     ["tests.codec.third_party:Inverted", "byteplane", {"zstd": {"level": 9}}],
 ]
 PLANES_ZSTD = 1 | 3 << 8
+
+
+@pytest.fixture
+def touchy() -> Iterator[type[Touchy]]:
+    """The third-party codec, without defects at first."""
+    yield Touchy
+    Touchy.defect, Touchy.encoded_bytes = "", 0
 
 
 @pytest.mark.parametrize("reader", CONFIGS, ids=str)
@@ -100,11 +108,9 @@ def test_barely_compressible_blocks_are_stored_raw() -> None:
     ("unit", "size", "is_encoded"),
     [(1, 31 * 4096, True), (1, 31 * 4096 + 1, False), (4096, 30 * 4096 + 1, True), (4096, 31 * 4096 + 1, False)],
 )
-def test_a_thirty_second_is_worth_decoding(
-    unit: int, size: int, is_encoded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thirty_second_is_worth_decoding(unit: int, size: int, is_encoded: bool, touchy: type[Touchy]) -> None:
     """A block of 32 pages is stored encoded if that saves a page, after padding."""
-    monkeypatch.setattr(Touchy, "encode", lambda self, sources, targets: [size] * len(sources))
+    touchy.encoded_bytes = size
     (record,) = Coding([TOUCHY], unit=unit).write([bytes(32 * 4096)])
     assert (decode_header(record).codec_chain != 0) is is_encoded
 
@@ -272,14 +278,14 @@ def test_a_codec_without_an_id_is_refused() -> None:
 
 @pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
 def test_a_codec_with_a_defect_costs_only_its_own_blocks(
-    defect: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    defect: str, touchy: type[Touchy], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A payload that the codec fails on is a miss and is not quarantined; the others in the batch are read."""
     monkeypatch.setattr("kvstore.codec.chain._warned", set())
     blocks = [bytes([place]) * SLOT for place in range(4)]
     records = Coding([TOUCHY]).write(blocks)
     assert all(len(record) < SLOT for record in records)
-    monkeypatch.setattr(Touchy, "defect", defect)
+    touchy.defect = defect
     records[2] = forged(records[2][:HEADER_BYTES] + bytes([Touchy.HATED]) + records[2][HEADER_BYTES + 1 :])
     found = Coding([TOUCHY]).read(records, SLOT)
     assert found == [blocks[0], blocks[1], "codec", blocks[3]]
@@ -287,20 +293,20 @@ def test_a_codec_with_a_defect_costs_only_its_own_blocks(
 
 
 @pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
-def test_blocks_that_a_codec_fails_to_encode_are_stored_raw(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_a_codec_fails_to_encode_are_stored_raw(defect: str, touchy: type[Touchy]) -> None:
     """The blocks are stored unencoded, and restored."""
     blocks = [bytes([place]) * SLOT for place in (1, Touchy.HATED)]
-    monkeypatch.setattr(Touchy, "defect", defect)
+    touchy.defect = defect
     records = Coding([TOUCHY]).write(blocks)
     assert [decode_header(record).codec_chain for record in records] == [0, 0]
     assert Coding("raw").read(records, SLOT) == blocks
 
 
-def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(touchy: type[Touchy]) -> None:
     """It may be a good block of another codec with the same id: it is a miss and is not quarantined."""
     blocks = [bytes([place]) * SLOT for place in range(2)]
     records = Coding([TOUCHY]).write(blocks)
-    monkeypatch.setattr(Touchy, "decode", lambda self, wire_id, sources, targets: [None] * len(sources))
+    touchy.defect = "fails"
     assert Coding([TOUCHY]).read(records, SLOT) == ["codec", "codec"]
 
 

@@ -62,11 +62,12 @@ class Touchy(Codec):
     name = "touchy"
     wire_ids: ClassVar[tuple[int, ...]] = (201,)
     defect: ClassVar[str] = ""
+    encoded_bytes: ClassVar[int] = 0  # Reported length of encoded blocks; 0 for their half.
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
         sizes: list[int | None] = []
         for source, target in zip(sources, targets, strict=True):
-            sizes.append(source.nbytes // 2)
+            sizes.append(self.encoded_bytes or source.nbytes // 2)
             target[: source.nbytes // 2] = source[: source.nbytes // 2]
         return self._with_defect(sources, sizes)
 
@@ -78,6 +79,8 @@ class Touchy(Codec):
         return self._with_defect(sources, [target.nbytes for target in targets])
 
     def _with_defect(self, sources: Sequence[memoryview], sizes: Sequence[int | None]) -> Sequence[int | None]:
+        if self.defect == "fails":
+            return [None] * len(sizes)
         if all(source[0] != self.HATED for source in sources):
             return sizes
         match self.defect:

@@ -35,7 +35,7 @@ class FakePeer:
         self.questions: list[tuple[Op, int]] = []  # Received requests, in order: the kind, and the number of keys.
         self.released = threading.Event()
         self.port = free_port()
-        self._sockets: set[socket.socket] = set()
+        self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
@@ -43,6 +43,11 @@ class FakePeer:
     def address(self) -> str:
         """Return the address it listens on."""
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def connections(self) -> int:
+        """Return the number of open connections."""
+        return sum(sock.fileno() >= 0 for sock in list(self._sockets))
 
     def payload(self, key: bytes) -> bytes:
         """Return the bytes of a key's block."""
@@ -75,7 +80,7 @@ class FakePeer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            self._sockets.add(sock)
+            self._sockets.append(sock)
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig, directory
-from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX
+from kvstore.backends.peer.directory import _READ_AT_ONCE
+from kvstore.backends.peer.limits import LIMITS
 from kvstore.backends.peer.protocol import Op
 from kvstore.backends.peer.summary import ENGINES_MAX, SUMMARY_BYTES_MAX, Sample, pack
 from kvstore.config import decode_config
@@ -360,15 +361,11 @@ def test_an_engine_that_failed_is_tried_again(redis_only: Server) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_summaries_are_read_at_a_bounded_rate(
-    redis_only: Server, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
-) -> None:
+def test_summaries_are_read_at_a_bounded_rate(redis_only: Server, *, is_there: bool) -> None:
     """Once the allowance of bytes is used up, no summary is read, whether or not there are any."""
-    monkeypatch.setattr("kvstore.backends.peer.directory._READ_BYTES_MAX", 1)
-    monkeypatch.setattr("kvstore.backends.peer.directory._READ_BYTES_PER_S", 0)
     data = summary_of(KEYS) if is_there else None
     admin(redis_only).write([Entry(f"127.0.0.1:{free_port()}".encode(), data) for _ in range(20)])
-    with asking(redis_only) as rig:
+    with asking(redis_only, backend="tests.peer.limited:NoFurtherSummaries") as rig:
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= 4, "some rounds")
         assert stat(rig.tier, "directory_engines") == 20
         assert stat(rig.tier, "directory_summaries_read") == 8, "one batch"
@@ -421,7 +418,7 @@ def test_a_thousand_engines(server: Server) -> None:
     admin(server).write(entries)
     with holder(server, KEYS) as one, asking(server) as rig:
         rig.until(lambda: stat(rig.tier, "directory_engines") == 1001, "all of them")
-        most = _READ_BYTES_MAX + _READ_AT_ONCE * SUMMARY_BYTES_MAX
+        most = LIMITS.read_bytes_max + _READ_AT_ONCE * SUMMARY_BYTES_MAX
         assert stat(rig.tier, "directory_bytes_read") <= most
         rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1001, "all summaries")
         eventually(finds(rig, KEYS), what="the blocks")
@@ -461,19 +458,16 @@ def test_a_crowd_of_false_entries_hides_no_known_engine(redis_only: Server) -> N
         assert stat(rig.tier, "directory_engines") == ENGINES_MAX
 
 
-@pytest.mark.parametrize(("first", "most"), [("the engine", 64), ("the crowd", ENGINES_MAX)])
-def test_a_crowd_of_dead_engines_costs_no_hit(
-    redis_only: Server, monkeypatch: pytest.MonkeyPatch, first: str, most: int
-) -> None:
+@pytest.mark.parametrize(("first", "kind"), [("the engine", "tests.peer.limited:FewFound"), ("the crowd", "peer")])
+def test_a_crowd_of_dead_engines_costs_no_hit(redis_only: Server, first: str, kind: str) -> None:
     """Once an engine is found, all its blocks are found, although dead ones claim them, more than are remembered."""
-    monkeypatch.setattr("kvstore.backends.peer.backend.ENGINES_MAX", most)
     false = [b"false-%d" % number for number in range(30)]
     port, claim = free_port(), summary_of([SPARE, *KEYS, *false])
     hosts = [f"127.{1 + number // 250}.0.{1 + number % 250}" for number in range(300)]
     crowd = [Entry(f"{host}:{port}".encode(), claim, seconds=200) for host in hosts]
     networks = {"directory": options(redis_only, networks=["127.0.0.0/8"])["directory"]}
     pauses = {"breaker_cooldown": 60, "breaker_cooldown_max": 60}
-    with listed(redis_only, [SPARE, *KEYS]), asking(redis_only, **networks, **pauses) as rig:
+    with listed(redis_only, [SPARE, *KEYS]), asking(redis_only, backend=kind, **networks, **pauses) as rig:
         if first == "the engine":
             eventually(lambda: rig.lookup(SPARE) is LookupResult.HIT, 60, what="the block")
         admin(redis_only).write(crowd)

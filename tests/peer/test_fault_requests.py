@@ -54,11 +54,7 @@ PAUSES = {"breaker_cooldown": "20ms", "breaker_cooldown_max": "200ms"}
 """Far shorter than the defaults, so that the faulty peer is contacted often."""
 
 
-@pytest.fixture(autouse=True)
-def _short_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the pause after records that did not verify or memory that could not be read."""
-    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 0.02)
-    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S_MAX", 0.2)
+NAMED = {"request_peers": ["127.0.0.0/8:1024-65535"]}
 
 
 class Engine:
@@ -70,7 +66,7 @@ class Engine:
         ttl = {"positive_ttl": "50ms", "negative_ttl": "1ms"}
         ttl |= more
         self.tier = open_tier(
-            {"backend": "peer", "peers": list(peers), "request_peers": ["127.0.0.0/8:1024-65535"], **ttl, **PAUSES},
+            {"backend": "tests.peer.limited:Forgiving", "peers": list(peers), **NAMED, **ttl, **PAUSES},
             primary=self.region.view(),
             slot_bytes=SLOT_BYTES,
             namespace=Namespace(FIELDS),

@@ -14,6 +14,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry, RecordRead
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
 from kvstore.backends.peer.config import endpoint_of
+from kvstore.backends.peer.limits import LIMITS, Limits
 from kvstore.backends.peer.protocol import Note, Op, Welcome
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.errors import BackendError
@@ -28,6 +29,7 @@ from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.peer.wire import Wire, receive
 
 NAMESPACE = Namespace(FIELDS)
+PATIENT: dict[str, Any] = {"lookup_timeout": 20, "connect_timeout": 20}
 QUICK = {"lookup_timeout": "1s", "load_timeout": 2, "timeout": "500ms", "connect_timeout": "500ms"}
 
 
@@ -35,6 +37,13 @@ def rig_of(*addresses: str, slot_bytes: int = 4096, **more: Any) -> TierRig:
     """Return a rig over a tier with peers and short deadlines."""
     config = {"backend": "peer", "peers": list(addresses), "negative_ttl": "1ms", **QUICK, **more}
     return TierRig(config, namespace=NAMESPACE, slot_bytes=slot_bytes, slots=64)
+
+
+async def opened(*peers: FakePeer, limits: Limits = LIMITS, **more: Any) -> PeerBackend:
+    """Open a backend with peers."""
+    backend = PeerBackend(PeerConfig(peers=tuple(peer.address for peer in peers), **more), limits)
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    return backend
 
 
 def all_found(rig: TierRig, keys: list[bytes]) -> None:
@@ -58,9 +67,8 @@ def test_damaged_or_foreign_records_are_not_loaded(fake: FakePeer, answer: Answe
         assert rig.untouched(range(6, 64))
 
 
-def test_a_verified_block_restores_trust(fake: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_block_restores_trust(fake: FakePeer) -> None:
     """A peer that sent a damaged record no longer counts as paused once a block of it has been verified."""
-    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 0.02)
 
     def damaged(peer: FakePeer, sock: Wire, keys: list[bytes]) -> None:
         for key in keys:
@@ -68,7 +76,7 @@ def test_a_verified_block_restores_trust(fake: FakePeer, monkeypatch: pytest.Mon
             record[-1] ^= 1
             sock.sendall(part(bytes(record)))
 
-    with rig_of(fake.address) as rig:
+    with rig_of(fake.address, backend="tests.peer.limited:Forgiving") as rig:
         for number, answer in enumerate((on_load(damaged), honest)):
             fake.answer, key = answer, b"key-%d" % number
             rig.until(lambda key=key: rig.tier.lookup(key) is LookupResult.HIT, "the block")
@@ -77,11 +85,8 @@ def test_a_verified_block_restores_trust(fake: FakePeer, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("damages", [True, False])
-async def test_the_verdict_is_about_the_peer_that_sent_the_block(
-    fake: FakePeer, monkeypatch: pytest.MonkeyPatch, damages: bool
-) -> None:
+async def test_the_verdict_is_about_the_peer_that_sent_the_block(fake: FakePeer, damages: bool) -> None:
     """A lookup during the load finds the block at another peer, which neither loses nor gains trust by the load."""
-    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 3600.0 if damages else 0.0)
     begun, goes_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -90,9 +95,10 @@ async def test_the_verdict_is_about_the_peer_that_sent_the_block(
         assert goes_on.wait(60)
         honest(peer, sock, Op.LOAD, keys)
 
+    config: dict[str, Any] = {"timeout": "60s", "lookup_timeout": "60s"}
+    limits = Limits(distrust_s=3600.0 if damages else 0.0)
     with FakePeer(NAMESPACE) as other:
-        backend = PeerBackend(PeerConfig(peers=(fake.address, other.address), timeout="60s", lookup_timeout="60s"))
-        await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+        backend = await opened(fake, other, limits=limits, **config)
         sender = backend._listed[endpoint_of(fake.address)]
         fake.answer, other.answer = on_load(late), lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
         if not damages:
@@ -114,16 +120,14 @@ async def test_the_verdict_is_about_the_peer_that_sent_the_block(
             await backend.close()
 
 
-async def test_the_verdict_is_about_the_last_sender(fake: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_verdict_is_about_the_last_sender(fake: FakePeer) -> None:
     """A peer whose block was never verified is not blamed for the same block of another peer."""
-    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 3600.0)
 
     def nothing(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
         sock.sendall(bytes(len(keys)))
 
     with FakePeer(NAMESPACE) as other:
-        backend = PeerBackend(PeerConfig(peers=(fake.address, other.address), timeout="60s", lookup_timeout="60s"))
-        await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+        backend = await opened(fake, other, limits=Limits(distrust_s=3600.0), timeout="60s", lookup_timeout="60s")
         try:
             for sender, silent in ((fake, other), (other, fake)):
                 sender.answer, silent.answer = honest, nothing
@@ -145,8 +149,7 @@ async def test_a_record_longer_than_a_block_ends_the_connection(fake: FakePeer) 
             sock.sendall(part(peer.record(key) + b"x"))
 
     fake.answer = on_load(longer)
-    backend = PeerBackend(PeerConfig(peers=(fake.address,)))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    backend = await opened(fake)
     read = RecordRead(b"key", [memoryview(bytearray(HEADER_BYTES + 4096))])
     assert await backend.exists([read.key]) == [True]
     assert await backend.get_into([read]) == [Outcome.IO_ERROR]
@@ -163,8 +166,7 @@ async def test_a_block_that_fails_costs_itself_alone(fake: FakePeer) -> None:
             sock.sendall(part(peer.record(key)))
 
     fake.answer = on_load(breaks_off)
-    backend = PeerBackend(PeerConfig(peers=(fake.address,)))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    backend = await opened(fake)
     reads = [RecordRead(key, [memoryview(bytearray(HEADER_BYTES + 4096))]) for key in (b"good", b"better", b"bad")]
     assert await backend.exists([read.key for read in reads]) == [True] * 3
     assert await backend.get_into(reads) == [Outcome.OK, Outcome.OK, Outcome.IO_ERROR]
@@ -242,10 +244,9 @@ def test_more_than_was_asked_for_closes_the_connection(fake: FakePeer) -> None:
 
 
 @asynccontextmanager
-async def connected(fake: FakePeer) -> AsyncIterator[PeerBackend]:
+async def connected(fake: FakePeer, limits: Limits = LIMITS) -> AsyncIterator[PeerBackend]:
     """Open a patient backend with one peer, and close it."""
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    backend = await opened(fake, limits=limits, **PATIENT)
     try:
         yield backend
     finally:
@@ -262,11 +263,7 @@ async def test_unsolicited_bytes_close_an_idle_connection(fake: FakePeer) -> Non
     async with connected(fake) as backend:
         for number in range(3):
             assert await backend.exists([b"key-%d" % number]) == [True]
-            (peer,) = backend._listed.values()
-            async with asyncio.timeout(20):
-                while (pipe := peer._idle_pipe()) is not None:
-                    peer._idle.append((pipe, peer._loop.time()))
-                    await asyncio.sleep(0.001)
+            await eventually_async(lambda: not fake.connections, 20)
 
 
 async def test_concurrent_lookups_of_a_peer_are_bounded(fake: FakePeer) -> None:
@@ -296,33 +293,30 @@ async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> No
         assert len(peer._idle) == len(peer._pipes) == 1
 
 
+@pytest.mark.parametrize(("idle_s", "opened_count"), [(3600.0, 1), (-1.0, 3)], ids=["not long", "long"])
 async def test_a_connection_is_used_again_unless_it_was_idle_for_long(
-    fake: FakePeer, monkeypatch: pytest.MonkeyPatch
+    fake: FakePeer, idle_s: float, opened_count: int
 ) -> None:
     """Calls one after the other share a connection; one that was idle for too long is closed and replaced."""
-    async with connected(fake) as backend:
+    async with connected(fake, Limits(idle_s=idle_s)) as backend:
         for _ in range(3):
             assert await backend.exists([b"key"]) == [True]
-        assert backend.stats().counters["connections_opened"] == 1
-        (peer,) = backend._listed.values()
-        (old,) = peer._pipes
-        monkeypatch.setattr("kvstore.backends.peer.client._IDLE_S", -1.0)
-        assert await backend.exists([b"key"]) == [True]
-        assert backend.stats().counters["connections_opened"] == 2
-        assert old.closed and len(peer._pipes) == 1
+        assert backend.stats().counters["connections_opened"] == opened_count
+        await eventually_async(lambda: fake.connections == 1, 20)
 
 
 async def test_close_waits_for_the_end_of_trials(fake: FakePeer) -> None:
     """Afterwards no task is left, and no connection."""
     fake.answer = honest_when_released
-    backend = PeerBackend(PeerConfig(peers=(fake.address,), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    backend = await opened(fake, **PATIENT)
     (peer,) = backend._listed.values()
     peer.start_trial()
     await eventually_async(lambda: fake.questions, 20)
     await backend.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert not peer.trying and not peer._pipes
+    assert not peer.trying
+    fake.released.set()
+    await eventually_async(lambda: not fake.connections, 20)
 
 
 async def test_a_peer_is_closed_while_a_call_is_being_cancelled(fake: FakePeer) -> None:
@@ -338,20 +332,16 @@ async def test_a_peer_is_closed_while_a_call_is_being_cancelled(fake: FakePeer) 
             await call
 
 
-async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_named_peers_are_bounded() -> None:
     """The peer named longest ago is forgotten, with its connections; if named again, it is contacted again."""
-    monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
-    backend = PeerBackend(PeerConfig(request_peers=("127.0.0.0/8:1024-65535",), lookup_timeout=20, connect_timeout=20))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    backend = await opened(limits=Limits(named_max=2), request_peers=("127.0.0.0/8:1024-65535",), **PATIENT)
     with FakePeer() as one, FakePeer() as two, FakePeer() as three:
         try:
             assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
-            (first,) = backend._named.values()
             for peer in (two, three):
                 assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [Found.ABSENT])
             assert backend.stats().gauges["peers"] == 2
-            await eventually_async(lambda: all(pipe.closed for pipe in first._pipes), 20)
-            assert not first.admits()
+            await eventually_async(lambda: not one.connections, 20)
             assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [Found.ABSENT])
         finally:
             await backend.close()
@@ -399,8 +389,7 @@ async def test_an_error_without_a_text_is_named(fake: FakePeer, monkeypatch: pyt
         raise ConnectionResetError
 
     monkeypatch.setattr("kvstore.backends.peer.client.open_stream", refuse)
-    backend = PeerBackend(PeerConfig(peers=(fake.address,)))
-    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
+    backend = await opened(fake)
     with pytest.raises(BackendError, match=f"{fake.address}: .*ConnectionResetError"):
         await backend.exists([b"key"])
     await backend.close()

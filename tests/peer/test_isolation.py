@@ -167,9 +167,8 @@ def test_repeated_load_requests_only_a_named_peers_own_blocks() -> None:
 
 
 @pytest.mark.parametrize("moment", ["before the load", "during the lookup"])
-def test_naming_many_peers_ends_no_hit(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_naming_many_peers_ends_no_hit(moment: str) -> None:
     """A block of a named peer is found and loaded, however many others are named before its load or in its lookup."""
-    monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
@@ -178,7 +177,7 @@ def test_naming_many_peers_ends_no_hit(monkeypatch: pytest.MonkeyPatch, moment: 
             go_on.wait(30)
         honest(peer, sock, op, keys)
 
-    with FakePeer() as fake, rig_of() as rig:
+    with FakePeer() as fake, rig_of(backend="tests.peer.limited:FewNamed") as rig:
         fake.answer = slow
         ctx, key = (
             RequestContext("a", source=Source(fake.address)),
@@ -196,9 +195,8 @@ def test_naming_many_peers_ends_no_hit(monkeypatch: pytest.MonkeyPatch, moment: 
         assert rig.load([key], ctx=ctx).success
 
 
-def test_naming_many_peers_ends_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_many_peers_ends_no_load() -> None:
     """A peer with a load under way is kept, however many others are named meanwhile."""
-    monkeypatch.setattr("kvstore.backends.peer.backend._NAMED_MAX", 2)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(peer: FakePeer, sock: Wire, op: Op, keys: list[bytes]) -> None:
@@ -207,7 +205,7 @@ def test_naming_many_peers_ends_no_load(monkeypatch: pytest.MonkeyPatch) -> None
             go_on.wait(30)
         honest(peer, sock, op, keys)
 
-    with FakePeer() as fake, FakePeer() as other, rig_of() as rig:
+    with FakePeer() as fake, FakePeer() as other, rig_of(backend="tests.peer.limited:FewNamed") as rig:
         fake.answer = slow
         ctx = RequestContext("a", source=Source(fake.address))
         rig.until(lambda: rig.tier.lookup(b"key", ctx) is LookupResult.HIT, "the block")

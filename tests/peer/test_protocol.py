@@ -166,7 +166,7 @@ def test_invalid_greetings_are_refused(data: bytes) -> None:
 )
 def test_invalid_requests_are_refused(op: int, reserved: int, count: int, body_bytes: int) -> None:
     """An unknown kind, an invalid number of keys, or an impossible length is refused before the body is received."""
-    data = protocol._QUESTION.pack(op, reserved, count, body_bytes)
+    data = protocol.QUESTION.pack(op, reserved, count, body_bytes)
     with pytest.raises(PeerProtocolError):
         protocol.read_question(data)
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
+from kvstore.backends.peer.limits import LIMITS, Limits
 from kvstore.backends.peer.protocol import Address, Agreement, FrameMac, Hello, Note, Op, Part, Welcome
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.errors import BackendUnavailableError
@@ -32,7 +33,7 @@ SECRET = "a secret of sixteen"
 class Served:
     """A primary tier of eight blocks with a backend that serves it."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, limits: Limits = LIMITS, **more: Any) -> None:
         self.port = free_port()
         self.memory = bytearray(8 * SLOT_BYTES)
         self.primary = PrimaryTier(memoryview(self.memory), SLOT_BYTES)
@@ -43,7 +44,7 @@ class Served:
         self.primary.commit(self.keys)
         self.lender = Lender(self.primary)
         quick = {"connect_timeout": "300ms", "timeout": "300ms", "secret": SECRET}
-        self.backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{self.port}", **{**quick, **more}))
+        self.backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{self.port}", **{**quick, **more}), limits)
         self.backend.set_lender(self.lender)
 
     @property
@@ -234,9 +235,9 @@ async def test_client_of_another_version_receives_the_servers_version(version: i
     [
         protocol.pack_question(Op.LOAD, [b"k"])[:3],
         b"\7" + bytes(7),
-        protocol._QUESTION.pack(Op.LOAD, 0, 4096, 4096 * 65),
-        protocol._QUESTION.pack(Op.LOAD, 0, 65535, 2**32 - 1),
-        protocol._QUESTION.pack(Op.LOAD, 0, 2, 4) + b"\0\0\0\0",
+        protocol.QUESTION.pack(Op.LOAD, 0, 4096, 4096 * 65),
+        protocol.QUESTION.pack(Op.LOAD, 0, 65535, 2**32 - 1),
+        protocol.QUESTION.pack(Op.LOAD, 0, 2, 4) + b"\0\0\0\0",
         protocol.pack_question(Op.LOOKUP, [b"k"]) * 2,
     ],
     ids=["half a question", "unknown", "no body", "huge", "broken keys", "two at once"],
@@ -287,10 +288,13 @@ async def test_a_question_without_its_keys_ends_in_time() -> None:
         assert await client.is_closed()
 
 
-async def test_unauthenticated_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_connections_are_bounded() -> None:
     """Of more unauthenticated connections than allowed the oldest is closed, and one that greets is served."""
-    monkeypatch.setattr("kvstore.backends.peer.server._GREETINGS_MAX", 2)
-    async with serving(connect_timeout=20) as served, client_of(served) as silent, client_of(served) as member:
+    async with (
+        serving(limits=Limits(greetings_max=2), connect_timeout=20) as served,
+        client_of(served) as silent,
+        client_of(served) as member,
+    ):
         await member.greet()
         assert await member.lookup(served.keys) == b"\1" * 8
         async with client_of(served), client_of(served) as last:
@@ -320,7 +324,6 @@ async def test_connections_are_bounded() -> None:
 @pytest.mark.parametrize("pause_s", [0.0, 3600.0])
 async def test_a_server_that_can_not_accept_pauses(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
     """Without a free descriptor it tries once per pause, and serves the client that waited as soon as it can."""
-    monkeypatch.setattr("kvstore.backends.peer.server._PAUSE_S", pause_s)
     accept, tries = socket.socket.accept, 0
 
     def failing_thrice(listener: socket.socket) -> Any:
@@ -331,7 +334,7 @@ async def test_a_server_that_can_not_accept_pauses(monkeypatch: pytest.MonkeyPat
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", failing_thrice)
-    async with serving() as served, client_of(served) as client:
+    async with serving(limits=Limits(accept_pause_s=pause_s)) as served, client_of(served) as client:
         if pause_s:
             await _until(lambda: tries)
             for _ in range(50):

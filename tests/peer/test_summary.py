@@ -55,7 +55,7 @@ def test_the_golden_summary() -> None:
 
 def test_the_page_covers_a_summary() -> None:
     """The tables of docs/peer.md cover the head and a section without a gap."""
-    for name, length in (("summary", summary._HEAD.size), ("section", summary._SECTION.size)):
+    for name, length in (("summary", summary.HEAD.size), ("section", summary.SECTION.size)):
         (table,) = re.findall(rf"^### `{name}`.*?\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.M | re.S)
         end = 0
         for offset, size in re.findall(r"^\| (\d+) \| (\d+) \| \w+ \| `\w+` \|", table, re.M):
@@ -173,10 +173,10 @@ def test_invalid_summaries_are_refused() -> None:
         with pytest.raises(SummaryError):
             unpack(pack(sections))
     # A valid checksum, but truncated digests or surplus bytes.
-    for body in (good[summary._HEAD.size : -4], good[summary._HEAD.size :] + b"\0"):
-        head = (*summary._HEAD.unpack_from(good)[:-1], xxhash.xxh3_64_intdigest(body))
+    for body in (good[summary.HEAD.size : -4], good[summary.HEAD.size :] + b"\0"):
+        head = (*summary.HEAD.unpack_from(good)[:-1], xxhash.xxh3_64_intdigest(body))
         with pytest.raises(SummaryError):
-            unpack(summary._HEAD.pack(*head) + body)
+            unpack(summary.HEAD.pack(*head) + body)
 
 
 def full_section(rng: np.random.Generator, blocks: int, keys: list[bytes] | tuple[()] = ()) -> Section:

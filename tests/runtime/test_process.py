@@ -22,15 +22,17 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
+from kvstore import AsyncTier, ConfigError, Locality, LookupResult, Medium, Namespace, Outcome, TransferJob, open_tier
 from kvstore.backends.base import RecordRead
-from kvstore.backends.memory import MemoryBackend
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.config import decode_config
 from kvstore.diskio.ring import probe
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import Drained, FromIO, PresenceAdded, Touch
-from kvstore.runtime.process import ChildConnection, ProcessChannel, find_backing
+from kvstore.runtime.process import ChildConnection, Limits, ProcessChannel, ProcessSpec, find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack, take_frame
+from tests.no_threads import no_threads
 
 SLOT = 8192
 CONFIG = {"backend": "memory", "capacity": "16MiB", "io": "process"}
@@ -68,6 +70,32 @@ def open_process_tier(region: Region, **options: Any) -> AsyncTier:
     tier = open_tier({**CONFIG, **options}, primary=region.view, slot_bytes=SLOT, namespace=Namespace({"model": "m"}))
     region.tiers.append(tier)
     channel_of(tier)
+    return tier
+
+
+def open_with_limits(region: Region, limits: Limits, **options: Any) -> AsyncTier:
+    """Open a memory tier whose I/O process has other limits; it closes with the region."""
+    backend = options.pop("backend", "memory")
+    options = {"capacity": "16MiB", "io": "process", **options}
+    config = decode_config(MemoryConfig, options, where="memory tier")
+    payload = {"backend": backend, "options": options, "tenants": None, "slot_bytes": SLOT}
+    payload["namespace"] = Namespace({"model": "m"}).document()
+    backing = find_backing(region.view)
+    assert backing is not None
+    channel = ProcessChannel(ProcessSpec("kvstore.tiers.opening:make_io_side", payload, backing, "memory", limits))
+    channel.open(60)
+    tier = AsyncTier(
+        channel,
+        config,
+        name="memory",
+        medium=Medium.CPU,
+        locality=Locality.LOCAL,
+        exclusive=False,
+        slot_bytes=SLOT,
+        slot_count=8,
+    )
+    tier.wait_recovered(60)
+    region.tiers.append(tier)
     return tier
 
 
@@ -345,13 +373,12 @@ def test_a_child_that_can_not_be_killed_is_not_waited_for_ever(
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Close warns that a child stuck in the kernel may still hold slots, and returns."""
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(killed_timeout_s=0.05))
     channel = channel_of(tier)
     process = channel._connection._process
     os.kill(process.pid, signal.SIGSTOP)
     with monkeypatch.context() as stuck:
         stuck.setattr(process, "send_signal", lambda number: None)
-        stuck.setattr("kvstore.runtime.process._KILLED_TIMEOUT_S", 0.05)
         tier.close(0.05)
     assert "must not be reused" in caplog.text
     process.kill()
@@ -421,12 +448,9 @@ def test_jobs_of_a_dead_child_wait_for_the_kernel(region: Region) -> None:
     assert [result.outcomes for result in results] == [(Outcome.IO_ERROR,)]
 
 
-def test_close_warns_of_pending_operations_of_a_dead_child(
-    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_close_warns_of_pending_operations_of_a_dead_child(region: Region, caplog: pytest.LogCaptureFixture) -> None:
     """If the operations do not end in time, close warns that slots may still be written to."""
-    monkeypatch.setattr("kvstore.runtime.process._KILLED_TIMEOUT_S", 0.05)
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(killed_timeout_s=0.05))
     child = child_of(tier)
     with in_flight(tier):
         os.kill(child, signal.SIGKILL)
@@ -501,39 +525,33 @@ def test_a_child_that_dies_on_unread_messages_is_replaced(region: Region) -> Non
     assert run(tier, tier.submit_store, TransferJob(2, [b"a"], [0])).success
 
 
-def test_a_child_that_does_not_read_is_replaced(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_does_not_read_is_replaced(region: Region) -> None:
     """Unread messages are kept up to a limit; above it the child counts as stopped."""
-    monkeypatch.setattr("kvstore.runtime.process._BACKLOG_BYTES_MAX", 1 << 20)
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(backlog_bytes_max=1 << 20))
     channel, child = channel_of(tier), child_of(tier)
     os.kill(child, signal.SIGSTOP)
     channel.send([Touch((b"k" * 1000,) * 4000)])
-    assert channel._connection is None and not channel._outgoing
+    assert channel.pid is None and not channel._outgoing
     until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
 
 
-def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_does_not_answer_is_replaced(region: Region) -> None:
     """A stopped child fails its jobs like a dead one."""
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(quiet_s=0.1, answer_timeout_s=1.5))
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     child = child_of(tier)
     os.kill(child, signal.SIGSTOP)
     tier.submit_load(TransferJob(2, [b"a"], [1]))
-    with monkeypatch.context() as impatient:
-        impatient.setattr("kvstore.runtime.process._QUIET_S", 0.1)
-        impatient.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.3)
-        assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
+    assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
     assert not Path(f"/proc/{child}").exists()
     until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
 
 
-def test_a_load_of_a_stopped_child_is_reported_by_its_deadline(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_of_a_stopped_child_is_reported_by_its_deadline(region: Region) -> None:
     """A stopped child is detected as soon as a load is late, however long the other timeouts are."""
-    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 3600.0)
-    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 3600.0)
-    tier = open_process_tier(region, load_timeout=0.2)
+    tier = open_with_limits(region, Limits(quiet_s=3600.0, answer_timeout_s=3600.0), load_timeout=0.2)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     child = child_of(tier)
     os.kill(child, signal.SIGSTOP)
@@ -555,20 +573,18 @@ class Slow(MemoryBackend):
         return await super().get_into(reads)
 
 
-def test_a_slow_medium_is_no_stopped_child(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_medium_is_no_stopped_child(region: Region) -> None:
     """A load that is late because of its medium is awaited, and the responsive child is kept."""
-    monkeypatch.setattr("kvstore.runtime.process._LATE_ANSWER_TIMEOUT_S", 2.0)
-    tier = open_process_tier(region, backend=f"{__name__}:Slow", load_timeout=0.2)
+    tier = open_with_limits(region, Limits(late_answer_timeout_s=2.0), backend=f"{__name__}:Slow", load_timeout=0.2)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     child = child_of(tier)
     run(tier, tier.submit_load, TransferJob(2, [b"a"], [1]))
     assert child_of(tier) == child
 
 
-def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_without_work_answers_and_stays(region: Region) -> None:
     """A quiet child is pinged again and again, and kept."""
-    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.01)
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(quiet_s=0.01))
     channel, child = channel_of(tier), child_of(tier)
     answers = channel._connection._unpacker.frames + 5
     until(lambda: channel._connection is None or channel._connection._unpacker.frames >= answers, tier)
@@ -576,10 +592,9 @@ def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pyt
     assert not tier.get_finished()
 
 
-def test_recently_active_child_is_not_pinged(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_active_child_is_not_pinged(region: Region) -> None:
     """A wait sends a child nothing before it has been quiet for long."""
-    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 3600.0)
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(quiet_s=3600.0))
     assert tier.drain(30)
     connection = channel_of(tier)._connection
     frames = connection._unpacker.frames
@@ -588,20 +603,17 @@ def test_recently_active_child_is_not_pinged(region: Region, monkeypatch: pytest
     assert connection._unpacker.frames == frames
 
 
-def test_busy_scheduler_does_not_declare_a_child_stuck(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_scheduler_does_not_declare_a_child_stuck(region: Region) -> None:
     """A child with a partial message, left by a scheduler that was busy for long, does not count as stuck."""
-    tier = open_process_tier(region)
+    tier = open_with_limits(region, Limits(quiet_s=0.05, answer_timeout_s=60.0))
     channel, child = channel_of(tier), child_of(tier)
     connection = channel._connection
     assert connection is not None
-    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.05)
-    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.2)
     # More than a socket takes at once, followed by the ping.
     channel.send([Touch((b"k" * 1000,) * 4000)])
     connection._asked_s, connection._looked_at = 0.0, time.monotonic() - 1000
     channel._watch()
     assert channel._connection is connection
-    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 60)
     until(lambda: not channel._outgoing, tier)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     assert child_of(tier) == child
@@ -677,18 +689,6 @@ def test_failed_child_ends_before_the_next_starts(region: Region, monkeypatch: p
         until(lambda: len(begun) > 1, tier)
         assert not Path(f"/proc/{begun[0]}").exists()
     until_replaced(tier, child)
-
-
-@contextlib.contextmanager
-def no_threads() -> Iterator[None]:
-    """Prevent new threads: each would need a larger stack than any machine has."""
-    before = threading.stack_size(1 << 62)
-    try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threading.Thread(target=int).start()
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def test_a_child_is_replaced_while_no_thread_can_start(region: Region) -> None:

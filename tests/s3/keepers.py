@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from kvstore.backends.s3 import S3Backend
+from kvstore.backends.s3.client import ObjectClient, make_client
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.types import RemovalCause
 from tests.s3.clients import fresh_prefix, opened
@@ -46,18 +47,31 @@ async def engines(server: Any, count: int, **more: Any) -> AsyncIterator[list[S3
         yield found
 
 
+@contextlib.asynccontextmanager
+async def client_of(backend: S3Backend) -> AsyncIterator[ObjectClient]:
+    """Open a client with the options of a backend."""
+    client = make_client(backend.config)
+    await client.open()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 async def names_under(backend: S3Backend, folder: str) -> list[str]:
     """Return the names of all objects under a folder of the prefix, without the prefix."""
     prefix, found = backend.config.prefix, list[str]()
-    page = await backend._ready().list_page(prefix + folder, timeout_s=30)
-    found += [info.key for info in page.objects]
-    while page.more:
-        page = await backend._ready().list_page(prefix + folder, start_after=found[-1], timeout_s=30)
+    async with client_of(backend) as client:
+        page = await client.list_page(prefix + folder, timeout_s=30)
         found += [info.key for info in page.objects]
+        while page.more:
+            page = await client.list_page(prefix + folder, start_after=found[-1], timeout_s=30)
+            found += [info.key for info in page.objects]
     return [name.removeprefix(prefix) for name in found]
 
 
 async def put_empty(backend: S3Backend, names: Iterable[str], body: bytes = b"x") -> None:
     """Write objects for which only the names matter."""
-    for name in names:
-        await backend._ready().put(backend.config.prefix + name, [body], timeout_s=30)
+    async with client_of(backend) as client:
+        for name in names:
+            await client.put(backend.config.prefix + name, [body], timeout_s=30)

@@ -19,7 +19,7 @@ from kvstore.errors import BackendClosedError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
-from tests.s3.clients import NAMESPACE, options_for
+from tests.s3.clients import NAMESPACE, opened_client, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.keepers import SLOW, engines, housekeeper_of, is_elected, names_under, put_empty, removals_reported_by
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
@@ -120,7 +120,7 @@ async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng
         # No pack of the first note is left; the second note is too young.
         older, young = stamped(names, 4 * _DAY_S, "r"), stamped(names, 3 * _DAY_S, "r").replace(names.packs, "")
         body = made.gone_note([(pack.removeprefix(names.packs), b"gone")])
-        client = engine._ready()
+        client = await opened_client(faults)
         await client.put(pack, [head + b"123456"], timeout_s=30)
         other = f"{prefix}_packs/{'0' * 64}/"
         for name in (older, note, other + older.removeprefix(names.packs), other + young):
@@ -155,7 +155,7 @@ async def test_failed_usage_report_is_repeated(faults: FaultServer, rng: random.
         await housekeeper_of(engine).round()
         (name,) = await names_under(engine, "_keeper/uses/")
         body = memoryview(bytearray(4096))
-        found = await engine._ready().get_into(engine.config.prefix + name, [body], timeout_s=30)
+        found = await (await opened_client(faults)).get_into(engine.config.prefix + name, [body], timeout_s=30)
         told = read_uses(bytes(body[: found.size_bytes]), time.time())
         assert set(told) == {name_digest(engine._names.block(key)) for key in blocks}
 

@@ -17,7 +17,7 @@ from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
-from tests.s3.clients import EACH_CLIENT, NAMESPACE, fresh_prefix, opened, options_for
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, fresh_prefix, opened, opened_client, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
@@ -229,7 +229,8 @@ async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: ran
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     names = ObjectNames(more["prefix"], NAMESPACE)
     head, _ = PackFormat(NAMESPACE).pack_head([(b"early", 3)])
-    await writer._ready().put(f"{names.packs_since(time.time() + 600)}{'00' * 8}p", [head + b"abc"], timeout_s=10)
+    client = await opened_client(faults)
+    await client.put(f"{names.packs_since(time.time() + 600)}{'00' * 8}p", [head + b"abc"], timeout_s=10)
     assert await reader.exists([b"early"]) == [True]
     blocks = blocks_of(rng, 3)
     await writer.put(writes_of(blocks))
@@ -258,7 +259,7 @@ async def test_invalid_packs_are_skipped(faults: FaultServer, rng: random.Random
     """Foreign, damaged and truncated objects among the packs affect only their own blocks, and are read once."""
     more = {**PACKED, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
-    client = writer._ready()
+    client = await opened_client(faults)
     names, made = ObjectNames(more["prefix"], NAMESPACE), PackFormat(NAMESPACE)
     good = blocks_of(rng, 3)
     await writer.put(writes_of(good))
@@ -278,10 +279,10 @@ async def test_invalid_packs_are_skipped(faults: FaultServer, rng: random.Random
 async def test_a_pack_that_was_missing_for_a_moment_is_found_again(faults: FaultServer, rng: random.Random) -> None:
     """A false 404 for a listed pack hides its blocks from an engine only until the next refresh."""
     more = {**PACKED, "prefix": fresh_prefix()}
-    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    reader = await opened(faults, **more)
     name, (key,) = ObjectNames(more["prefix"], NAMESPACE).new_pack(), blocks_of(rng, 1)
     head, _ = PackFormat(NAMESPACE).pack_head([(key, 100)])
-    await writer._ready().put(name, [head, bytes(100)], timeout_s=10)
+    await (await opened_client(faults)).put(name, [head, bytes(100)], timeout_s=10)
     faults.plan(Fault.NOT_FOUND, methods=("GET",), contains=name.rpartition("/")[2])
     assert await reader.exists([key]) == [False]
     faults.plan(None)
@@ -459,7 +460,7 @@ async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: rando
         assert await reader.exists(list(blocks)) == [True] * 3
         packs = reader._packs
         place = packs.index.place(next(iter(blocks)))
-        await reader._ready().delete_all([place.pack], timeout_s=30)
+        await (await opened_client(faults)).delete_all([place.pack], timeout_s=30)
         assert set(await reader.get_into(reads_of(blocks))) == {Outcome.MISS}
         assert await reader.exists(list(blocks)) == [True] * 3
         reads = reads_of(blocks)
@@ -486,7 +487,7 @@ async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: ran
     names, size = ObjectNames(more["prefix"], NAMESPACE), len(blocks[bad])
     head, _ = PackFormat(NAMESPACE).pack_head([(bad, size)])
     bad_pack = f"{names.packs}{'0fffffffffff'}{rng.randbytes(8).hex()}p"
-    await first._ready().put(bad_pack, [head, bytes(size)], timeout_s=30)
+    await (await opened_client(faults)).put(bad_pack, [head, bytes(size)], timeout_s=30)
     second = await opened(faults, **more)
     (read,) = reads_of([bad])
     assert await second.get_into([read]) == [Outcome.OK]

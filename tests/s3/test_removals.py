@@ -9,6 +9,7 @@ from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.names import KeeperNames
 from kvstore.backends.s3.notes import outdated, read_note, remove
 from kvstore.types import RemovalCause
+from tests.s3.clients import opened_client
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.keepers import engines, names_under, put_empty
 
@@ -16,7 +17,7 @@ from tests.s3.keepers import engines, names_under, put_empty
 async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
     """Each removed object is in one note with the cause, and the calling engine is notified first."""
     async with engines(faults, 1) as (engine,):
-        client, prefix = engine._ready(), engine.config.prefix
+        client, prefix = await opened_client(faults), engine.config.prefix
         there = ["a", "b"]
         await put_empty(engine, [*there, "stays"])
         # The last name of the first request, and the only one of the second; missing objects are not a failure.
@@ -40,15 +41,13 @@ async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
 async def test_refused_removal_note_notifies_the_caller(faults: FaultServer) -> None:
     """If a note is refused, its objects are gone and the caller is notified; later objects are still there."""
     async with engines(faults, 1, tries=1) as (engine,):
-        prefix = engine.config.prefix
+        client, prefix = await opened_client(faults, tries=1), engine.config.prefix
         await put_empty(engine, ["first", "late"])
         names = [f"{prefix}first", *(f"{prefix}absent{number}" for number in range(DELETES_MAX - 1)), f"{prefix}late"]
         told: list[str] = []
         faults.plan(Fault.INTERNAL, methods=("PUT",), contains="removed")
         with pytest.raises(S3Error, match="500"):
-            await remove(
-                engine._ready(), prefix, names, RemovalCause.EVICTED, on_gone=lambda some, _: told.extend(some)
-            )
+            await remove(client, prefix, names, RemovalCause.EVICTED, on_gone=lambda some, _: told.extend(some))
         faults.plan(None)
         assert told == names[:DELETES_MAX]
         assert await names_under(engine, "") == ["late"]
@@ -61,5 +60,5 @@ async def test_foreign_objects_in_engine_folders_are_kept(faults: FaultServer) -
         foreign = ["removed/photos/1.jpg", "uses/data.parquet", f"uses/{'A' * 16}"]
         await put_empty(engine, [f"_keeper/{name}" for name in (*ours, *foreign)])
         faults.age(f"{engine.config.prefix}_keeper/", 40 * 86400)
-        found = [info.key async for info, _ in outdated(engine._ready(), engine.config.prefix)]
+        found = [info.key async for info, _ in outdated(await opened_client(faults), engine.config.prefix)]
         assert sorted(found) == sorted(f"{engine.config.prefix}_keeper/{name}" for name in ours)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvstore.codec.keyring import Keyring, KeySource, hkdf_sha256, new_document
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from kvstore.files import open_regular
+from tests.no_threads import no_threads
 from tests.seal.keyrings import document, secret, soon, write
 
 
@@ -245,19 +245,14 @@ def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogC
     assert len(caplog.records) == 1 and "hunter2" not in caplog.text and str(path) in caplog.text
 
 
-def test_a_process_without_threads_to_spare_keeps_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_threads_to_spare_keeps_its_keys(tmp_path: Path) -> None:
     """If no thread can be started, the keys stay; a later use reads them again."""
     clock = Clock()
     path = write(tmp_path / "keys", document(1))
     ring = Keyring(KeySource(file=path, refresh=1), clock)
     write(path, document(2))
     clock.now += 1
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with no_threads():
         assert ring.keys.current == 1
     soon(lambda: ring.keys.current == 2, what="the new key")
 

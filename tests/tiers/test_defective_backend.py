@@ -49,11 +49,10 @@ class Defective(MemoryBackend):
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def broken() -> set[str]:
     """The methods that raise; none at first."""
-    methods: set[str] = set()
-    monkeypatch.setattr(Defective, "broken", methods)
-    return methods
+    Defective.broken.clear()
+    return Defective.broken
 
 
 def open_rig() -> TierRig:

@@ -36,6 +36,7 @@ from kvstore.testing.waiting import eventually
 from kvstore.tiers import epochs
 from kvstore.tiers.epochs import EpochNames
 from kvstore.types import LookupResult, Outcome, RemovalCause, RequestContext, TierEvent
+from tests.no_threads import no_threads
 from tests.tiers.bench import Bench, job
 
 MISS, HIT, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.RETRY
@@ -296,18 +297,11 @@ async def test_a_file_system_that_hangs_takes_one_thread(tmp_path: Path, monkeyp
     assert [await names.next() for _ in range(20)] == ["v1"] * 20, "reads in a row don't get in each other's way"
 
 
-async def test_a_process_without_threads_to_spare_enters_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_without_threads_to_spare_enters_an_epoch(tmp_path: Path) -> None:
     """If no thread can be started, the name is random; later the file is read again."""
     (tmp_path / "name").write_text("v1")
     names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with no_threads():
         assert (await names.next()).startswith("engine-")
     assert await names.next() == "v1"
 

@@ -52,10 +52,10 @@ class ListedExclusive(Listed):
     exclusive = True
 
 
-def _stored(kind: type[Unlisted], monkeypatch: pytest.MonkeyPatch, *, removes: bool) -> TierRig:
+def _stored(kind: type[Unlisted], *, removes: bool) -> TierRig:
     """Return a tier that holds the tenant's blocks."""
-    monkeypatch.setattr(Unlisted, "records", {})
-    monkeypatch.setattr(Unlisted, "removes", removes)
+    Unlisted.records.clear()
+    Unlisted.removes = removes
     config = {"backend": f"{__name__}:{kind.__name__}", "breaker_cooldown": 0.01}
     rig = TierRig(config, namespace=Namespace({}), slot_bytes=4096, slots=8)
     assert rig.store(_KEYS).success
@@ -63,11 +63,9 @@ def _stored(kind: type[Unlisted], monkeypatch: pytest.MonkeyPatch, *, removes: b
 
 
 @pytest.mark.parametrize("kind", [Unlisted, UnlistedExclusive])
-def test_a_medium_without_a_list_never_forgets(
-    kind: type[Unlisted], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_medium_without_a_list_never_forgets(kind: type[Unlisted], caplog: pytest.LogCaptureFixture) -> None:
     """Without a list of the medium, ``forget`` is never true, and says once that blocks may remain."""
-    with _stored(kind, monkeypatch, removes=True) as rig:
+    with _stored(kind, removes=True) as rig:
         for _ in range(3):
             assert rig.tier.forget(b"tenant-1") is False
             rig.until(lambda: "can't list its blocks" in caplog.text, "the reason")
@@ -76,13 +74,13 @@ def test_a_medium_without_a_list_never_forgets(
 
 
 @pytest.mark.parametrize("kind", [Listed, ListedExclusive])
-def test_blocks_that_stay_are_not_forgotten(kind: type[Listed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_stay_are_not_forgotten(kind: type[Listed]) -> None:
     """``forget`` is true only when the medium has none of the blocks any more."""
-    with _stored(kind, monkeypatch, removes=False) as rig:
+    with _stored(kind, removes=False) as rig:
         assert rig.tier.forget(b"tenant-1") is False
         rig.until(lambda: "not all blocks could be removed" in rig.tier.stats().last_error, "the failure")
         assert rig.tier.forget(b"tenant-1") is False
-        monkeypatch.setattr(Unlisted, "removes", True)
+        Unlisted.removes = True
         rig.until(lambda: rig.tier.forget(b"tenant-1"), "the tenant to be forgotten")
         assert not Unlisted.records
         assert [rig.lookup(key) for key in _KEYS] == [LookupResult.MISS] * 4

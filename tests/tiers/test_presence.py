@@ -195,21 +195,19 @@ def test_requests_of_one_step_may_name_different_sources() -> None:
     assert existence.take_questions(0.1) == []
 
 
-def test_the_number_of_open_questions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_open_questions_is_bounded() -> None:
     """Over the limit a lookup is a MISS, until an answer makes room."""
-    monkeypatch.setattr("kvstore.tiers.presence._PENDING_MAX", 2)
-    existence = Existence(timeout_s=1, error_pause_s=1)
+    existence = Existence(timeout_s=1, error_pause_s=1, pending_max=2)
     assert [existence.ask(key, 0) for key in (b"a", b"b", b"c")] == [True, True, False]
     (question,) = existence.take_questions(0)
     existence.answered(question.question_id, b"\0\0", 0.1)
     assert existence.ask(b"c", 0.1)
 
 
-@pytest.mark.parametrize(("limit", "second"), [("_QUESTION_SOURCES_MAX", Source("one", b"2")), ("_ADDRESSES_MAX", TWO)])
-def test_the_sources_of_a_step_are_bounded(limit: str, second: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "second"), [({"sources_max": 1}, Source("one", b"2")), ({"addresses_max": 1}, TWO)])
+def test_the_sources_of_a_step_are_bounded(limit: dict[str, int], second: Source) -> None:
     """A further source or address is queried in the next step, when its request looks up the block again."""
-    monkeypatch.setattr(f"kvstore.tiers.presence.{limit}", 1)
-    existence = Existence(timeout_s=1, error_pause_s=1)
+    existence = Existence(timeout_s=1, error_pause_s=1, **limit)
     first = Source("one", b"1")
     assert existence.ask(b"a", 0, first)
     assert existence.ask(b"b", 0, second)

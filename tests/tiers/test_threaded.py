@@ -57,10 +57,10 @@ def memory() -> bytearray:
 
 
 @pytest.fixture
-def opened(memory: bytearray, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ThreadedTier]]:
+def opened(memory: bytearray) -> Iterator[Callable[..., ThreadedTier]]:
     """Open tiers, and close them at the end."""
-    monkeypatch.setattr(Shared, "records", {})
-    monkeypatch.setattr(Shared, "is_silent", False)
+    Shared.records.clear()
+    Shared.is_silent = False
     made: list[ThreadedTier] = []
     before = set(threading.enumerate())
 
@@ -112,12 +112,10 @@ def test_threads_get_their_own_blocks(
     assert tier.stats().bytes_loaded == 8 * 20 * 4 * SLOT_BYTES
 
 
-def test_an_unanswered_lookup_is_a_miss_at_its_deadline(
-    opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unanswered_lookup_is_a_miss_at_its_deadline(opened: Callable[..., ThreadedTier]) -> None:
     """A medium that does not answer delays a lookup no longer than the tier's limit."""
     tier = opened(SHARED, lookup_timeout=0.05)
-    monkeypatch.setattr(Shared, "is_silent", True)
+    Shared.is_silent = True
     assert tier.lookup([key(1)]) == [False]
 
 
@@ -127,16 +125,16 @@ def test_answers_that_do_not_last_end_the_lookup(opened: Callable[..., ThreadedT
     assert tier.lookup([key(1)]) == [False]
 
 
-def test_unanswered_lookup_ends_at_its_deadline(
-    opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If each query is answered at once, but not for every block, a lookup still ends at its deadline."""
+class Unsure(Shared):
+    """Answers each query at once, but for no block."""
 
-    async def exists(self: Shared, keys: Sequence[bytes]) -> list[bool | None]:
+    async def exists(self, keys: Sequence[bytes]) -> list[bool | None]:  # type: ignore[override]
         return [None] * len(keys)
 
-    monkeypatch.setattr(Shared, "exists", exists)
-    tier = opened(SHARED, lookup_timeout=0.1, negative_ttl=0)
+
+def test_unanswered_lookup_ends_at_its_deadline(opened: Callable[..., ThreadedTier]) -> None:
+    """If each query is answered at once, but not for every block, a lookup still ends at its deadline."""
+    tier = opened({"backend": f"{__name__}:Unsure"}, lookup_timeout=0.1, negative_ttl=0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(tier.lookup, [key(1)])
         try:
@@ -145,10 +143,10 @@ def test_unanswered_lookup_ends_at_its_deadline(
             tier.close()
 
 
-def test_close_ends_waiting_calls(opened: Callable[..., ThreadedTier], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_waiting_calls(opened: Callable[..., ThreadedTier]) -> None:
     """A call that waits when the tier is closed returns a miss, as do all later calls."""
     tier = opened(SHARED, lookup_timeout=60)
-    monkeypatch.setattr(Shared, "is_silent", True)
+    Shared.is_silent = True
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(tier.lookup, [key(1)])
         while not tier.stats().lookups.get("retry"):
@@ -167,7 +165,7 @@ def test_an_unexpected_error_ends_in_misses(
 ) -> None:
     """A defect in the tier is logged; no thread waits for an answer that never comes."""
     tier = opened(SHARED, lookup_timeout=60)
-    monkeypatch.setattr(Shared, "is_silent", True)
+    Shared.is_silent = True
     caller, works = threading.get_ident(), getattr(AsyncTier, method)
 
     def fail(self: AsyncTier, *arguments: Any) -> Any:
@@ -178,6 +176,7 @@ def test_an_unexpected_error_ends_in_misses(
     monkeypatch.setattr(AsyncTier, method, fail)
     assert tier.lookup([key(1)]) == [False]
     monkeypatch.undo()
+    Shared.is_silent = False
     assert tier.store([key(1)], [0]) == [False]
     assert "a defect" in caplog.text
 

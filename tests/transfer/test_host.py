@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,6 @@ TP_SIZES = (1, 2, 4, 8)
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 
 PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, block_tokens=4),), 4),))
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    """Eight slots of one page, random."""
-    with Region.create(8, PAGE_BYTES) as region:
-        region.rows()[:] = random_bytes(np.random.default_rng(1), 8, PAGE_BYTES)
-        yield region
 
 
 @settings(max_examples=300)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer
+from kvstore.primary import GroupLayout, KVLayout, Region, attention_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, cuda
 from kvstore.transfer.cuda import CudaTransfer, StagingPlan, word_bytes_of
@@ -21,14 +20,6 @@ from tests.transfer.streams import FakeCuda
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
 PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, block_tokens=4),), 4),))
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    """Eight slots of one page, random."""
-    with Region.create(8, PAGE_BYTES) as region:
-        region.rows()[:] = random_bytes(np.random.default_rng(1), 8, PAGE_BYTES)
-        yield region
 
 
 def plain(region: Region, streams: FakeCuda) -> CudaTransfer:

@@ -423,12 +423,12 @@ class Engine:
     def backend_counters(self) -> dict[str, int]:
         """Return the counters of the backend of the first tier under kvstore's manager."""
         manager = self._core().scheduler.connector.connector_scheduler.manager
-        return dict(next(iter(manager._tiers)).stats().backend_counters)
+        return dict(manager.manager.tiers[0].stats().backend_counters)
 
     def epochs(self) -> list[str]:
         """Wait until every tier of kvstore is in an epoch and has recovered; return the epochs' names."""
         manager = self._core().scheduler.connector.connector_scheduler.manager
-        tiers = [tier._tier for tier in getattr(manager, "secondary_tiers", [])] or list(manager._tiers)
+        tiers = [tier.tier for tier in getattr(manager, "secondary_tiers", [])] or list(manager.manager.tiers)
         assert all(tier.wait_recovered(90) for tier in tiers), "an epoch did not begin"
         return [tier.stats().epoch for tier in tiers]
 
@@ -454,10 +454,8 @@ class Engine:
 
     def known_blocks(self, least: int = 0) -> list[int]:
         """Wait until every tier of kvstore's manager lists at least this many blocks; return the numbers."""
-        tiers, deadline = (
-            list(self._core().scheduler.connector.connector_scheduler.manager._tiers),
-            time.monotonic() + 90,
-        )
+        tiers = self._core().scheduler.connector.connector_scheduler.manager.manager.tiers
+        deadline = time.monotonic() + 90
         while any(len(tier._presence) < least for tier in tiers):
             assert time.monotonic() < deadline, f"the blocks {[len(tier._presence) for tier in tiers]} are too few"
             assert all(tier.drain(10) for tier in tiers)

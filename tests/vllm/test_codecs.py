@@ -43,8 +43,8 @@ def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.Monke
             assert driver.load(keys) == keys
             driver.settle()
             (tier,) = driver.tiers
-            assert tier._tier.drain(20.0)
-            counts = tier._tier.stats().codec
+            assert tier.tier.drain(20.0)
+            counts = tier.tier.stats().codec
         finally:
             driver.close()
         assert counts["decoded_blocks"] == 4, counts

@@ -133,9 +133,9 @@ def test_reset_notice_of_vllm_frees_the_slots(opened: Open) -> None:
     assert stats(driver).abandoned == 0
 
 
-def test_a_medium_that_hangs_holds_no_reset_up(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_drain")
+def test_a_medium_that_hangs_holds_no_reset_up(opened: Open) -> None:
     """A reset ends although a tier's I/O does not: its slots stay out of use, and the engine continues."""
-    monkeypatch.setattr("kvstore.vllm.manager._DRAIN_S", 0.1)
     driver = opened([{"type": f"{__name__}:Hanging", "store_timeout": 600}])
     driver.copy(*driver.begin_store(LATE, driver.request()))
     driver.step()

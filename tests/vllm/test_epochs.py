@@ -60,7 +60,7 @@ def test_a_reset_reaches_every_tier(spec_class: Any, tmp_path: Path) -> None:
 
 
 def _tiers(driver: Driver) -> list[AsyncTier]:
-    return [tier._tier for tier in driver.tiers] or list(driver.manager._tiers)
+    return [tier.tier for tier in driver.tiers] or list(driver.manager.manager.tiers)
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,9 @@ from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually
 from kvstore.types import RequestContext
-from kvstore.vllm import manager
 from kvstore.vllm.foreign import ForeignTier
 from tests.vllm import other_tiers
-from tests.vllm.harness import BLOCK_BYTES, Drivers, key_of, pattern_of
+from tests.vllm.harness import BLOCK_BYTES, Driver, Drivers, key_of, pattern_of
 from tests.vllm.other_tiers import MADE, DictTier
 
 KEYS = [key_of(number) for number in range(1, 9)]
@@ -34,6 +33,11 @@ def drive() -> Iterator[Drivers]:
     yield drivers
     drivers.close()
     MADE.clear()
+
+
+def foreign_of(driver: Driver) -> ForeignTier:
+    """Return the adapter of the third-party tier."""
+    return next(tier for tier in driver.manager.manager.tiers if isinstance(tier, ForeignTier))
 
 
 def fs(root: Path, **more: Any) -> dict[str, Any]:
@@ -96,7 +100,7 @@ def test_an_exception_costs_the_tier_only(drive: Drivers, tmp_path: Path, method
     """Whatever a tier raises, the other tier stores and loads, no call raises, and the error is counted."""
     driver = drive(DICT, {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "reset": "keep"}, events=True)
     (tier,) = MADE
-    tier.blocks = dict.fromkeys(next(iter(driver.manager._foreign)).masked(key) for key in KEYS[:1])  # A HIT.
+    tier.blocks = dict.fromkeys(foreign_of(driver).masked(key) for key in KEYS[:1])  # A HIT.
     tier.raises = {method}
     context = driver.request()
     for key in KEYS:
@@ -111,7 +115,7 @@ def test_an_exception_costs_the_tier_only(drive: Drivers, tmp_path: Path, method
     assert driver.load(KEYS) == KEYS
     assert driver.manager.errors.count == 0
     stats = driver.manager.manager.stats().tiers[0]
-    assert stats.errors + next(iter(driver.manager._foreign)).errors > 0
+    assert stats.errors + foreign_of(driver).errors > 0
     tier.raises = set()
 
 
@@ -153,9 +157,9 @@ def test_a_malformed_result_costs_its_own_job(drive: Drivers, malformed: Any) ->
     tier.holds = False
 
 
-def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_drain")
+def test_a_drain_that_hangs_stops_the_tier(drive: Drivers) -> None:
     """A reset ends at its limit; slots are freed when the drain ends, not before; the next reset starts the tier."""
-    monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
     tier.holds = True
@@ -166,7 +170,7 @@ def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.M
     driver.forget_primary()
     assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
     calls = len(tier.calls)
-    (foreign,) = driver.manager._foreign
+    foreign = foreign_of(driver)
     assert not foreign.stats().ready
     foreign.touch(KEYS)
     driver.store_now(KEYS[:2])
@@ -203,7 +207,7 @@ def test_close_drains_a_slow_tier(drive: Drivers) -> None:
 
 def test_a_shutdown_waits_for_a_drain(drive: Drivers) -> None:
     """A tier is not shut down while a drain of it runs, and then only once."""
-    (foreign,) = drive(DICT).manager._foreign
+    foreign = foreign_of(drive(DICT))
     (tier,) = MADE
     tier.gate.clear()
     assert not foreign.drain(0.01) and not foreign.drain(0.01)
@@ -220,14 +224,12 @@ def test_a_shutdown_waits_for_a_drain(drive: Drivers) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_slots_of_unreported_jobs_are_freed_after_a_drain(
-    drive: Drivers, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+@pytest.mark.usefixtures("short_drain")
+def test_slots_of_unreported_jobs_are_freed_after_a_drain(drive: Drivers, fails: bool) -> None:
     """Jobs that a late drain has not reported have failed; after a drain that fails, the tier may still use slots."""
-    monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
     driver = drive(DICT)
     (tier,) = MADE
-    (foreign,) = driver.manager._foreign
+    foreign = foreign_of(driver)
     drained = threading.Event()
 
     def drain_jobs() -> None:
@@ -262,7 +264,7 @@ def test_hit_is_counted_under_the_source_of_its_tier(drive: Drivers) -> None:
 
 def test_end_of_an_unannounced_request_is_not_reported(drive: Drivers) -> None:
     """A tier is notified of the end of a request only after a notification of its start."""
-    (foreign,) = drive(DICT).manager._foreign
+    foreign = foreign_of(drive(DICT))
     (tier,) = MADE
     foreign.on_request_finished(RequestContext("not of vLLM"))
     assert not tier.calls
@@ -272,7 +274,7 @@ def test_a_tier_serves_another_engine(drive: Drivers) -> None:
     """The tier finds blocks of the primary tier and, by promotion, of other tiers, and reads them from pinned rows."""
     driver = drive(DICT, {"type": "memory", "reset": "keep"})
     (tier,) = MADE
-    (foreign,) = driver.manager._foreign
+    foreign = foreign_of(driver)
     driver.store(KEYS)
     driver.forget_primary()
     driver.store(KEYS[:2])
@@ -297,7 +299,7 @@ def test_a_tier_is_not_asked_for_its_own_requests(drive: Drivers) -> None:
     """A block that only the serving tier has is a miss for the engine that it serves, and not promoted."""
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
-    (foreign,) = driver.manager._foreign
+    foreign = foreign_of(driver)
     name = foreign.masked(KEYS[0])
     tier.blocks, tier.wanted, tier.calls = {name: b""}, [name], []
 
@@ -314,7 +316,7 @@ def test_lent_blocks_stay_until_the_tier_reports(drive: Drivers) -> None:
     """A block pinned by a tier is not evicted until the tier's report. The tier's share bounds its pins."""
     driver = drive(DICT, {"type": "memory"})
     (tier,) = MADE
-    (foreign,) = driver.manager._foreign
+    foreign = foreign_of(driver)
     driver.store(KEYS)
     tier.wanted = [foreign.masked(key) for key in KEYS]
     driver.step()

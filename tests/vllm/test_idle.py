@@ -62,9 +62,9 @@ def test_a_program_that_makes_the_steps_is_not_woken() -> None:
     assert threading.active_count() == before and not waker.due
 
 
-def test_an_idle_engine_reports_the_blocks_stored_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reports_at_once")
+def test_an_idle_engine_reports_the_blocks_stored_last(tmp_path: Path) -> None:
     """The steps that the waker requests report the present gauges, and then the engine may rest."""
-    monkeypatch.setattr(manager, "_REPORT_INTERVAL_S", 0.0)
     engine = Engine()
     tier = {"type": "file", "path": str(tmp_path), "capacity": "64MiB"}
     driver: Driver = engine.start(lambda: Driver([tier], spec_class=KVStoreOffloadingSpec))

@@ -38,7 +38,7 @@ def test_an_engine_gives_a_tier_a_small_process_and_ends_it(spec_class: Any, tmp
     if spec_class is KVStoreOffloadingSpec:
         (opened,) = tiers_of(driver)
     else:
-        opened = driver.tiers[0]._tier
+        opened = driver.tiers[0].tier
     pid = opened.io_pid
     assert pid is not None
     driver.store([key_of(number) for number in range(12)])

@@ -217,7 +217,7 @@ def test_a_tier_that_raises_is_a_miss(opened: Open, tmp_path: Path, caplog: pyte
     driver.store([key_of(0)])
     driver.forget_primary()
     tier = driver.tiers[0]
-    healthy, tier._tier = tier._tier, _Broken(tier._tier.name)
+    healthy, tier.tier = tier.tier, _Broken(tier.tier.name)
     with caplog.at_level(logging.ERROR, logger="kvstore.vllm.tier"):
         assert driver.load([key_of(0)]) == []
         driver.store([key_of(1), key_of(2)])
@@ -229,18 +229,18 @@ def test_a_tier_that_raises_is_a_miss(opened: Open, tmp_path: Path, caplog: pyte
     places = [record.args[1] for record in ours if isinstance(record.args, tuple)]
     assert len(places) == len(set(places)) and {"lookup", "submit_store"} <= set(places)
     assert tier.errors.count > len(places)
-    tier._tier = healthy
+    tier.tier = healthy
     assert driver.load([key_of(0)]) == [key_of(0)]
 
 
 def test_a_job_that_is_not_accepted_is_reported_once(opened: Open) -> None:
     """A submit that raises gives exactly one failed result; a second report of the job is dropped."""
     tier = opened([{**MODULE, "backend": "memory"}]).tiers[0]
-    healthy, tier._tier = tier._tier, _Broken("broken")
+    healthy, tier.tier = tier.tier, _Broken("broken")
     context = ReqContext(req_id="x")
     tier.submit_store(TransferJob(7, [key_of(1)], [0], False, context))
     assert tier.has_pending_work()
-    tier._tier = healthy
+    tier.tier = healthy
     assert [(r.job_id, r.success) for r in tier.get_finished_jobs()] == [(7, False)]
     assert list(tier.get_finished_jobs()) == []
 

@@ -18,6 +18,13 @@ from kvstore.vllm.options import with_short_types
 from kvstore.vllm.startup import check_offloading, check_start, errors_logged, transfer_faults
 from tests.project.tree import ROOT
 
+
+@pytest.fixture(autouse=True)
+def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program without arguments; a test may add some."""
+    monkeypatch.setattr(sys, "argv", ["program"])
+
+
 _FILE = {"type": "file", "path": "DIR/kv", "capacity": "1GiB"}
 _OURS = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm", "cpu_bytes_to_use": 1 << 26}
 
@@ -211,7 +218,6 @@ def test_an_option_of_vllm_that_replaces_the_connector_is_refused(
 ) -> None:
     """``--kv-offloading-size`` with another connector would run the engine without kvstore."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
-    monkeypatch.setattr(sys, "argv", ["program"])
 
     def __post_init__(self: Any) -> None:
         check_start()
@@ -268,7 +274,7 @@ def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:
         check_offloading(theirs)
 
 
-def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path) -> None:
     """One line ends the server, in any spelling of the option, even inside a multi-connector."""
     bad = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
     several = bad | {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
@@ -277,47 +283,43 @@ def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatc
         [f"--kv-transfer-config={json.dumps(bad)}"],
         ["--kv_transfer_config", json.dumps(several)],
     ):
-        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])
+        sys.argv[1:] = arguments
         with pytest.raises(SystemExit) as ended:
             check_start()
         assert isinstance(ended.value.code, str)
         assert ended.value.code.startswith("kvstore: ")
         assert "\n" not in ended.value.code
     for arguments in (["--kv-transfer-config"], ["--kv-transfer-config", "{"], ["--kv-transfer-config", "[1]"], []):
-        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])
+        sys.argv[1:] = arguments
         check_start()
 
 
 @pytest.mark.parametrize("arguments", [["--kv-offloading-size", "8"], ["--kv_offloading_size=0.5"]])
-def test_the_command_line_may_give_the_size_of_the_primary_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_the_command_line_may_give_the_size_of_the_primary_tier(tmp_path: Path, arguments: list[str]) -> None:
     """A server takes ``--kv-offloading-size`` for ``cpu_bytes_to_use``, unless vLLM would then not find kvstore."""
     transfer = _transfer(_extra(tmp_path, {"cpu_bytes_to_use": None}, {}))
     del transfer["kv_connector_extra_config"]["cpu_bytes_to_use"]
-    given = ["program", *arguments, "--kv-transfer-config", json.dumps(transfer)]
-    monkeypatch.setattr(sys, "argv", given)
+    given = sys.argv[1:] = [*arguments, "--kv-transfer-config", json.dumps(transfer)]
     check_start()
     for more, text in (
         (["--kv-offloading-backend", "lmcache"], "which does not use kvstore"),
         (["--kv-transfer-config", json.dumps(transfer | {"kv_connector_module_path": "kvstore.vllm"})], "Leave that"),
     ):
-        monkeypatch.setattr(sys, "argv", [*given, *more])
+        sys.argv[1:] = [*given, *more]
         with pytest.raises(SystemExit, match=text):
             check_start()
 
 
-def test_a_primary_tier_without_room_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_primary_tier_without_room_ends_the_start(tmp_path: Path) -> None:
     """What does not fit into memory or /dev/shm ends the server before it loads weights, with the remedy."""
     transfer = _transfer(_extra(tmp_path, {"cpu_bytes_to_use": "1PiB"}, {}))
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", "--kv-transfer-config", json.dumps(transfer)])
+    sys.argv[1:] = ["--kv-transfer-config", json.dumps(transfer)]
     with pytest.raises(SystemExit, match=r"^kvstore: 'cpu_bytes_to_use': .* does not fit: .*[Mm]ake it smaller\.$"):
         check_start()
 
 
 def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised when ``EngineArgs`` are created, and when an engine starts in its caller's process."""
-    monkeypatch.setattr(sys, "argv", ["program"])
     bad = SimpleNamespace(kv_transfer_config=_transfer(_extra(tmp_path, {}, {"capasity": "1GiB"})))
 
     def __post_init__(self: Any) -> None:
@@ -336,11 +338,8 @@ def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: 
         engine_core(bad, None)
 
 
-def test_only_the_process_of_an_engine_checks_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_process_of_an_engine_checks_its_configuration(tmp_path: Path) -> None:
     """A configuration that another function was given does not count: it may be of another engine."""
-    monkeypatch.setattr(sys, "argv", ["program"])
 
     def frontend(vllm_config: Any) -> None:
         check_start()
@@ -348,11 +347,8 @@ def test_only_the_process_of_an_engine_checks_its_configuration(
     frontend(SimpleNamespace(kv_transfer_config=_transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))))
 
 
-def test_other_objects_made_on_the_way_are_not_taken_for_the_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_objects_made_on_the_way_are_not_taken_for_the_engines(tmp_path: Path) -> None:
     """A dataclass created by ``EngineArgs`` has no configuration of a connector; ``EngineArgs`` have it."""
-    monkeypatch.setattr(sys, "argv", ["program"])
 
     def __post_init__(self: Any) -> None:
         if self.part is None:

@@ -12,6 +12,7 @@ from kvstore.vllm import KVStoreOffloadingSpec, metrics
 from tests.vllm.harness import Driver, key_of
 
 
+@pytest.mark.usefixtures("reports_at_once")
 def test_traffic_is_summed_up_once_and_silence_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -24,7 +25,6 @@ def test_traffic_is_summed_up_once_and_silence_is_not(
     driver.forget_primary()
     assert driver.load(keys) == keys
     with caplog.at_level(logging.INFO, logger="kvstore"):
-        monkeypatch.setattr("kvstore.vllm.manager._REPORT_INTERVAL_S", 0.0)
         manager.get_stats()
         assert not [text for text in caplog.messages if text.startswith("Hits")], "before a minute has passed"
         monkeypatch.setattr(metrics, "_INTERVAL_S", 0.0)
@@ -37,11 +37,11 @@ def test_traffic_is_summed_up_once_and_silence_is_not(
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.usefixtures("reports_at_once")
 def test_stores_that_are_never_read_are_a_warning(
     reads: bool, repeats: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeated prompts without a load are one warning with the causes; loads or new prompts alone are none."""
-    monkeypatch.setattr("kvstore.vllm.manager._REPORT_INTERVAL_S", 0.0)
     monkeypatch.setattr(metrics, "_UNREAD_BYTES", 1.0)
     tier = {"type": "memory", "capacity": "64MiB", "reset": "keep"}
     driver = Driver([tier], spec_class=KVStoreOffloadingSpec)

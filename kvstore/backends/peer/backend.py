@@ -14,8 +14,8 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.peer.client import Peer, PeerError, PeerLog
 from kvstore.backends.peer.config import NOTHING_TO_SERVE, PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory
+from kvstore.backends.peer.limits import LIMITS, Limits
 from kvstore.backends.peer.server import PeerServer, serving_tls
-from kvstore.backends.peer.summary import ENGINES_MAX
 from kvstore.backends.stream import TLS, Endpoint, check_tls, client_tls
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
@@ -32,9 +32,6 @@ _PLACES_MAX: Final = 262144
 
 _SENT_MAX: Final = 65536
 """Loaded blocks whose sender is remembered until they are verified: more than a tier loads at once."""
-
-_NAMED_MAX: Final = 64
-"""Most remembered peers named by requests."""
 
 _CANDIDATES_MAX: Final = 2
 """Peers that the directory names for one lookup: the best one, and another for the blocks missing there."""
@@ -88,17 +85,18 @@ class PeerBackend(Backend):
     locality = Locality.REMOTE
     takes_stores = False
 
-    def __init__(self, config: PeerConfig) -> None:
+    def __init__(self, config: PeerConfig, limits: Limits = LIMITS) -> None:
         super().__init__(config)
         self.config: PeerConfig = config
+        self._limits = limits
         self._source: Lender | None = None
         self._server: PeerServer | None = None
         self._namespace: Namespace | None = None
         self._tls: TLS | None = None
         self._listed: dict[Endpoint, Peer] = {}
-        self._named: BoundedDict[Endpoint, Peer] = BoundedDict(_NAMED_MAX)
+        self._named: BoundedDict[Endpoint, Peer] = BoundedDict(limits.named_max)
         self._directory: Directory | None = None
-        self._found: BoundedDict[Endpoint, Peer] = BoundedDict(ENGINES_MAX)
+        self._found: BoundedDict[Endpoint, Peer] = BoundedDict(limits.found_max)
         self._places: BoundedDict[BlockKey, Endpoint] = BoundedDict(_PLACES_MAX)
         self._senders: BoundedDict[BlockKey, Endpoint] = BoundedDict(_SENT_MAX)
         """Peers that sent the blocks not yet verified; meanwhile a lookup may find another peer for the next load."""
@@ -133,7 +131,9 @@ class PeerBackend(Backend):
         if config.listen:
             if self._source is None:
                 raise ConfigError(NOTHING_TO_SERVE)
-            self._server = PeerServer(config, self._source, namespace, self._counts, geometry.payload_bytes_max)
+            self._server = PeerServer(
+                config, self._source, namespace, self._counts, geometry.payload_bytes_max, self._limits
+            )
             await self._server.open()
             logger.info("Serving blocks to peers on %s", config.listen)
         self._namespace = namespace
@@ -141,7 +141,7 @@ class PeerBackend(Backend):
         self._listed = {endpoint: self._peer(endpoint) for endpoint in listed}
         if config.directory is not None:
             own = config.published
-            self._directory = Directory(config.directory, namespace.hex, own, self._server, self._counts)
+            self._directory = Directory(config.directory, namespace.hex, own, self._server, self._counts, self._limits)
 
     async def close(self) -> None:
         self._namespace = None
@@ -353,7 +353,7 @@ class PeerBackend(Backend):
         return self._namespace
 
     def _peer(self, endpoint: Endpoint) -> Peer:
-        return Peer(endpoint, self.config, self._tls, self._ready().digest, self._counts, self._log)
+        return Peer(endpoint, self.config, self._tls, self._ready().digest, self._counts, self._log, self._limits)
 
     def _peers(self) -> list[Peer]:
         return [*self._listed.values(), *self._named.values(), *self._found.values()]

@@ -18,6 +18,7 @@ from kvstore.backends.base import RecordRead
 from kvstore.backends.peer import protocol
 from kvstore.backends.peer.channel import Channel
 from kvstore.backends.peer.config import PeerConfig
+from kvstore.backends.peer.limits import Limits
 from kvstore.backends.peer.protocol import Agreement, Hello, Note, Op, Part, PeerProtocolError
 from kvstore.backends.stream import TLS, Endpoint, current_tls, open_stream
 from kvstore.backends.vectored import cut
@@ -37,13 +38,6 @@ one lookup per step, and the answer of a distant peer takes several steps."""
 
 _FAILURES_MAX: Final = 2
 """Consecutive failures after which a peer is paused; a single one may be a lost connection."""
-
-_DISTRUST_S: Final = 30.0
-_DISTRUST_S_MAX: Final = 600.0
-"""Pause of a peer after a record that failed verification; it doubles each time."""
-
-_IDLE_S: Final = 30.0
-"""Idle connections are closed after this time, before a firewall silently drops them."""
 
 _WARNINGS_MAX: Final = 10
 _WARNINGS_S: Final = 60.0
@@ -107,6 +101,7 @@ class Peer:
         namespace_digest: bytes,
         counts: Counter[str],
         log: PeerLog,
+        limits: Limits,
     ) -> None:
         self.endpoint = endpoint
         self.loading = 0  # Number of blocks being loaded from the peer.
@@ -118,11 +113,12 @@ class Peer:
         self._namespace_digest = namespace_digest
         self._counts = counts
         self._log = log
+        self._idle_s = limits.idle_s
         self._loop = asyncio.get_running_loop()
         pauses_s = float(config.breaker_cooldown), float(config.breaker_cooldown_max)
         self._health = Breaker(_FAILURES_MAX, *pauses_s)
         # After the pause, every request is admitted until a load succeeds, because a lookup may not lead to a load.
-        self._trust = Breaker(1, _DISTRUST_S, _DISTRUST_S_MAX, trial_s=0.0)
+        self._trust = Breaker(1, limits.distrust_s, limits.distrust_s_max, trial_s=0.0)
         self._loads = Breaker(_FAILURES_MAX, *pauses_s, trial_s=0.0)
         self._load_places = Limiter(config.connections)
         self._lookup_places = Limiter(_LOOKUPS_MAX)
@@ -314,7 +310,7 @@ class Peer:
 
     def _idle_pipe(self) -> Channel | None:
         """Return the most recently used idle connection, and close those that were idle for too long."""
-        stale = self._loop.time() - _IDLE_S
+        stale = self._loop.time() - self._idle_s
         while self._idle and (self._idle[0][1] < stale or self._idle[0][0].closed):
             pipe, _ = self._idle.pop(0)
             self._pipes.discard(pipe)

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from kvstore.backends.peer.config import DirectoryConfig, endpoint_of
+from kvstore.backends.peer.limits import Limits
 from kvstore.backends.peer.server import PeerServer
 from kvstore.backends.peer.summary import (
     ENGINES_MAX,
@@ -45,13 +46,6 @@ _LEASE_S_MAX: Final = 300.0
 
 _LEASE_INTERVALS: Final = 3.0
 """Length of a lease in intervals, so that it survives two failed rounds."""
-
-_READ_BYTES_PER_S: Final = 128 << 10
-"""Rate at which summaries are read. The load of the directory therefore grows with the number of engines, not with its
-square; instead, the age of summaries grows with the number of engines."""
-
-_READ_BYTES_MAX: Final = 1 << 20
-"""Maximum bytes read at once after a pause and at the start: 32 summaries of full length."""
 
 _ANSWER_BYTES_MIN: Final = 1024
 """Minimum bytes charged for an answer, because even an empty answer has a cost."""
@@ -105,8 +99,10 @@ class Directory:
         own: Endpoint | None,
         server: PeerServer | None,
         counts: Counter[str],
+        limits: Limits,
     ) -> None:
         self._config = config
+        self._limits = limits
         self._client = _Server(config, namespace_hex)
         self._own = own
         self._server = server
@@ -119,7 +115,7 @@ class Directory:
         self._is_stale = False
         """Whether the index differs from the entries."""
         self._stored: Section | None = None
-        self._credit, self._credited_at = float(_READ_BYTES_MAX), self._loop.time()
+        self._credit, self._credited_at = float(limits.read_bytes_max), self._loop.time()
         self._failing = False
         self._tasks = [self._loop.create_task(self._refresh_forever())]
         if server is not None:
@@ -247,8 +243,8 @@ class Directory:
     async def _read(self) -> None:
         """Read changed summaries, least recently read first, as far as the rate allows."""
         now = self._loop.time()
-        earned = (now - self._credited_at) * _READ_BYTES_PER_S
-        self._credit, self._credited_at = min(self._credit + earned, _READ_BYTES_MAX), now
+        earned = (now - self._credited_at) * self._limits.read_bytes_per_s
+        self._credit, self._credited_at = min(self._credit + earned, self._limits.read_bytes_max), now
         wanted = [endpoint for endpoint, one in self._entries.items() if one.version != one.read_version]
         wanted.sort(key=lambda endpoint: self._entries[endpoint].read_at)
         # Stop before the session's time limit, because a round that exceeds the limit counts as failed.

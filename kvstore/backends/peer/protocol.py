@@ -33,14 +33,14 @@ _NONCE_BYTES: Final = 12
 _HEAD: Final = struct.Struct("<8sHHI")
 _HELLO: Final = struct.Struct("<8sHHI32s32s16sH")
 _WELCOME: Final = struct.Struct("<8sHHI32s32s")
-_QUESTION: Final = struct.Struct("<BBHI")
+QUESTION: Final = struct.Struct("<BBHI")
 _PART: Final = struct.Struct("<II")
 
 HEAD_BYTES: Final = _HEAD.size
 """Length of magic, version, flags and notes, with which the greeting of every version begins."""
 HELLO_BYTES: Final = _HELLO.size
 WELCOME_BYTES: Final = _WELCOME.size
-QUESTION_BYTES: Final = _QUESTION.size
+QUESTION_BYTES: Final = QUESTION.size
 PART_BYTES: Final = _PART.size
 
 
@@ -229,12 +229,12 @@ def read_welcome(data: bytes) -> Welcome:
 def pack_question(op: Op, keys: Sequence[BlockKey]) -> bytes:
     """Return a question about 1 to ``KEYS_MAX`` keys as bytes."""
     body = b"".join([bytes((len(key),)) + key for key in keys])
-    return _QUESTION.pack(op, 0, len(keys), len(body)) + body
+    return QUESTION.pack(op, 0, len(keys), len(body)) + body
 
 
 def read_question(data: bytes) -> Question:
     """Read the head of a question. ``PeerProtocolError``: the data is not a valid head."""
-    op, reserved, count, body_bytes = _QUESTION.unpack(data)
+    op, reserved, count, body_bytes = QUESTION.unpack(data)
     if reserved or op not in tuple(Op) or not 1 <= count <= KEYS_MAX:
         raise PeerProtocolError(f"invalid question: op {op}, {count} keys")
     if not 2 * count <= body_bytes <= (1 + KEY_BYTES_MAX) * count:

@@ -19,6 +19,7 @@ from kvstore.backends.base import Backend, RecordRead
 from kvstore.backends.peer import protocol
 from kvstore.backends.peer.channel import Channel
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
+from kvstore.backends.peer.limits import Limits
 from kvstore.backends.peer.protocol import Address, Agreement, Note, Op, Part, PeerProtocolError, Welcome
 from kvstore.backends.stream import TLS, accepted_stream, listening_socket, server_tls
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
@@ -145,15 +146,8 @@ logger = logging.getLogger("kvstore.backends.peer")
 _IDLE_S: Final = 60.0
 """Idle connections are closed after this time; clients close them sooner."""
 
-_GREETINGS_MAX: Final = 64
-"""Most unauthenticated connections. Each further one replaces the oldest, so silent ones cannot keep members out: a
-greeting takes milliseconds."""
-
 _LENT_SHARE: Final = 0.25
 """Largest share of the primary tier's slots that may be lent at once, so that most slots remain evictable."""
-
-_PAUSE_S: Final = 0.1
-"""Pause after a failed accept, most likely for lack of descriptors."""
 
 _TURN_BYTES: Final = 4 << 20
 """Bytes sent to a fast reader before the loop continues with other tasks."""
@@ -175,6 +169,7 @@ class PeerServer:
         namespace: Namespace,
         counts: Counter[str],
         payload_bytes: int,
+        limits: Limits,
     ) -> None:
         self._config = config
         self._source = source
@@ -182,6 +177,7 @@ class PeerServer:
         self._digest = namespace.digest
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
         self._counts = counts
+        self._limits = limits
         self._tls = serving_tls(config)
         # Each load lends one row at a time.
         self._rows = Limiter(max(1, int(source.slots * _LENT_SHARE)))
@@ -246,9 +242,10 @@ class PeerServer:
         except OSError as error:
             logger.warning("A connection of a peer could not be accepted: %s", error)
             self._loop.remove_reader(listener)
-            self._loop.call_later(_PAUSE_S, self._accept_again)
+            self._loop.call_later(self._limits.accept_pause_s, self._accept_again)
             return
-        if len(self._connections) >= self._config.serve_connections or len(self._greeting) >= _GREETINGS_MAX:
+        is_crowded = len(self._greeting) >= self._limits.greetings_max
+        if is_crowded or len(self._connections) >= self._config.serve_connections:
             self._counts["served_connections_refused"] += 1
             if not self._greeting:
                 sock.close()

@@ -29,10 +29,10 @@ VERSION: Final = 1
 _SECTIONS_MAX: Final = 2
 """One section for memory and one for storage, so that a large disk does not thin out the sample of the memory."""
 
-_HEAD: Final = struct.Struct("<8sHHIQ")
-_SECTION: Final = struct.Struct("<II")
+HEAD: Final = struct.Struct("<8sHHIQ")
+SECTION: Final = struct.Struct("<II")
 
-SUMMARY_BYTES_MAX: Final = _HEAD.size + _SECTIONS_MAX * (_SECTION.size + 4 * SAMPLE_MAX)
+SUMMARY_BYTES_MAX: Final = HEAD.size + _SECTIONS_MAX * (SECTION.size + 4 * SAMPLE_MAX)
 
 _MATCHES_MAX: Final = 1 << 14
 """Most pairs of key and engine that one search considers, from the first key on: half a millisecond."""
@@ -80,25 +80,25 @@ class Sample:
 
 def pack(sections: Sequence[Section]) -> bytes:
     """Return a summary as bytes."""
-    body = b"".join([_SECTION.pack(one.threshold, len(one.digests)) + one.digests.tobytes() for one in sections])
-    return _HEAD.pack(MAGIC, VERSION, len(sections), 0, xxhash.xxh3_64_intdigest(body)) + body
+    body = b"".join([SECTION.pack(one.threshold, len(one.digests)) + one.digests.tobytes() for one in sections])
+    return HEAD.pack(MAGIC, VERSION, len(sections), 0, xxhash.xxh3_64_intdigest(body)) + body
 
 
 def unpack(data: bytes) -> list[Section]:
     """Read a summary. ``SummaryError``: the data is not a summary, is damaged, or is of another version."""
-    if not _HEAD.size <= len(data) <= SUMMARY_BYTES_MAX:
+    if not HEAD.size <= len(data) <= SUMMARY_BYTES_MAX:
         raise SummaryError(f"{len(data)} bytes are no summary")
-    magic, version, count, _, checksum = _HEAD.unpack_from(data)
+    magic, version, count, _, checksum = HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION or count > _SECTIONS_MAX:
         raise SummaryError("no summary, or one of another version")
-    if checksum != xxhash.xxh3_64_intdigest(data[_HEAD.size :]):
+    if checksum != xxhash.xxh3_64_intdigest(data[HEAD.size :]):
         raise SummaryError("the checksum is wrong")
-    sections, at = [], _HEAD.size
+    sections, at = [], HEAD.size
     for _ in range(count):
-        if at + _SECTION.size > len(data):
+        if at + SECTION.size > len(data):
             raise SummaryError("a section is cut off")
-        threshold, length = _SECTION.unpack_from(data, at)
-        at += _SECTION.size
+        threshold, length = SECTION.unpack_from(data, at)
+        at += SECTION.size
         if length > SAMPLE_MAX or at + 4 * length > len(data):
             raise SummaryError(f"a section of {length} digests is too long")
         digests = np.frombuffer(data, "<u4", length, at).astype(np.uint32)

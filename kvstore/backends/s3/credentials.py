@@ -152,7 +152,9 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
         raise unavailable(error) from None
 
 
-async def find_credentials(config: S3Config, session: aioboto3.Session) -> CurrentCredentials:
+async def find_credentials(
+    config: S3Config, session: aioboto3.Session, pause_s: float = _RENEWAL_PAUSE_S
+) -> CurrentCredentials:
     """Return the credentials of a session, ready for use; S3Error if there are none.
 
     They are found again after a change of a file with keys: of the configuration, or of AWS's own tools.
@@ -166,7 +168,7 @@ async def find_credentials(config: S3Config, session: aioboto3.Session) -> Curre
         found = sessions.pop() if sessions else (await asyncio.to_thread(make_session, config))[0]
         return await found.get_credentials()
 
-    found = CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session))
+    found = CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session), pause_s)
     # Assumes roles now, with its own time limit instead of a request's.
     await found.get()
     return found
@@ -181,15 +183,19 @@ class CurrentCredentials:
     Args:
         find: Returns a provider of aiobotocore, None without one. It is called again after a change of a file.
         paths: Files that ``find`` reads.
+        pause_s: Minimum time between background renewals.
     """
 
-    def __init__(self, find: Callable[[], Awaitable[Any]], paths: Sequence[str] = ()) -> None:
+    def __init__(
+        self, find: Callable[[], Awaitable[Any]], paths: Sequence[str] = (), pause_s: float = _RENEWAL_PAUSE_S
+    ) -> None:
         self.last: Credentials | None = None  # The latest credentials.
         self._find = find
         self._files = FollowedFiles(paths, _digest, "File with S3 keys")
         self._found_in = b""
         self._provider: Any = None
         self._renewal: asyncio.Task[Credentials] | None = None
+        self._pause_s = pause_s
         self._not_before = 0.0
         self._expire = False
 
@@ -237,7 +243,7 @@ class CurrentCredentials:
         """Return the running renewal, or start one."""
         renewal = self._renewal
         if renewal is None or renewal.done():
-            self._not_before = time.monotonic() + _RENEWAL_PAUSE_S
+            self._not_before = time.monotonic() + self._pause_s
             renewal = self._renewal = asyncio.create_task(self._renew())
             # Retrieves the exception, because a failed renewal may have no waiter.
             renewal.add_done_callback(lambda task: task.cancelled() or task.exception())

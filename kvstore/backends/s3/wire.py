@@ -21,10 +21,13 @@ _IDLE_S_MAX: Final = 15.0
 class Wire:
     """The connections to one endpoint, with TLS if given settings. The connect timeout includes the handshake."""
 
-    def __init__(self, endpoint: Endpoint, tls: TLS | None, connect_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, tls: TLS | None, connect_timeout_s: float, *, idle_s_max: float = _IDLE_S_MAX
+    ) -> None:
         self._endpoint = endpoint
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
+        self._idle_s_max = idle_s_max
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._closed = False
@@ -65,7 +68,7 @@ class Wire:
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
-            if now - connection.idle_since < _IDLE_S_MAX and connection.is_clean():
+            if now - connection.idle_since < self._idle_s_max and connection.is_clean():
                 return connection
             connection.close()
         return None

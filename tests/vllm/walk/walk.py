@@ -300,7 +300,7 @@ class Walk:
             self.counts["blocks from tiers"] += sum(tier.loaded for tier in stats.tiers)
             self.counts["evicted blocks"] += stats.primary.evicted
         else:
-            self.counts["bytes from tiers"] += sum(tier._tier.stats().bytes_loaded for tier in manager.secondary_tiers)
+            self.counts["bytes from tiers"] += sum(tier.tier.stats().bytes_loaded for tier in manager.secondary_tiers)
 
     def _count_preemptions(self) -> None:
         scheduler = self._core.scheduler
