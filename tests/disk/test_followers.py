@@ -274,6 +274,21 @@ async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None
         await reader.has_all(new)
 
 
+async def test_segment_taken_after_its_table_was_read_is_not_followed(tmp_path: Path) -> None:
+    """An engine that takes a segment while it opens the segment for following has it once."""
+    async with opened(tmp_path, 64) as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        followers, (root,) = rig.session.followers, rig.session.roots
+        async with opened(tmp_path, 64) as other:
+            values = await other.put_new(1)
+            found = next(followers._opened(root, []))
+        await rig.session.space.take_segments(report=True)
+        await followers._follow(*found, report=True)
+        assert (len(followers), len(rig.session.index.known)) == (0, 1)
+        await rig.has_all(values)
+
+
 async def test_block_in_two_engines_is_found_until_both_have_evicted_it(tmp_path: Path) -> None:
     """Two engines that stored one block at once each keep their copy; the loss of one is no loss of the other."""
     async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:
