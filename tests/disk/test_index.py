@@ -171,3 +171,9 @@ def test_block_departs_once() -> None:
     assert (len(index), index.place(b"%d" % places[0])) == (3, NOWHERE)
     index.leave(gone)
     assert (len(index), take(index, 4)) == (2, places[:2])
+
+
+def test_generation_after_the_last() -> None:
+    """After the largest generation of a row comes 0; the row is written, and readers see a change."""
+    segment, _ = read_segment((0xFFFFFFFF, b"a"))
+    assert [segment.next_row(0, State.FREE, 0, 0, b"")[0] for _ in range(2)] == [0, 1]

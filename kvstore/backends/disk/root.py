@@ -4,7 +4,7 @@ Each root stands for itself: its tables describe its own segments, so the order 
 space in use is the total length of all segments in the directory, so there is no counter that could become wrong.
 
 Files of a segment are made and removed under the ledger's lock, which no store, load or lookup takes. The table gets
-its name last and loses it first, so a segment without a table is a stale file.
+its name last and loses it first, so a segment without a table is stale; so is a table without its segment.
 
 A segment that no engine holds is room, with or without blocks. So an engine gives a segment to another one by releasing
 its locks: there is no state in between, and its blocks stay.
@@ -561,13 +561,17 @@ class Root:
         return files.names_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else []
 
     def _stale(self) -> dict[str, os.stat_result]:
-        """Return what an engine left that ended while it made or removed a segment; the caller holds the ledger."""
+        """Return the files of incomplete segments; the caller holds the ledger.
+
+        An engine leaves them that ends while it makes or removes a segment, and a user who deletes one of its files.
+        """
         entries = files.entries_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else {}
 
         def is_stale(name: str) -> bool:
             stem = name.partition(".")[0]
-            is_segments = name.endswith(".tab.tmp") or (stem.isdecimal() and stem + ".tab" not in entries)
-            return is_segments and files.is_own_file(entries[name])
+            is_whole = stem + ".tab" in entries and stem + ".seg" in entries
+            is_part = name.endswith(".tab.tmp") or (stem.isdecimal() and not is_whole)
+            return is_part and files.is_own_file(entries[name])
 
         return {name: entries[name] for name in sorted(filter(is_stale, entries))}
 
