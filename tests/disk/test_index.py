@@ -177,3 +177,9 @@ def test_generation_after_the_last() -> None:
     """After the largest generation of a row comes 0; the row is written, and readers see a change."""
     segment, _ = read_segment((0xFFFFFFFF, b"a"))
     assert [segment.next_row(0, State.FREE, 0, 0, b"")[0] for _ in range(2)] == [0, 1]
+
+
+def test_a_key_is_not_held_by_a_longer_one() -> None:
+    """A key that is the start of another one, with the same digest, is not found in its place."""
+    segment, _ = read_segment((1, b"ab"))
+    assert [segment.holds(0, key) for key in (b"a", b"ab", b"abc")] == [False, True, False]
