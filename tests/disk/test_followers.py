@@ -274,6 +274,26 @@ async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None
         await reader.has_all(new)
 
 
+async def test_new_holder_announces_what_the_last_one_did_not(tmp_path: Path) -> None:
+    """Rows that an engine wrote just before it ended are seen by all others once another engine has the segment."""
+    disk = Silent()
+    async with opened(tmp_path, 64) as reader:
+        for task in reader.session._tasks:
+            task.cancel()
+        async with opened(tmp_path, 64, disk=disk, engine="threads") as one:
+            await one.put_new(1)
+            await one.session.tables.end()
+            await reader.session.followers.refresh()
+            disk.is_silent = True
+            values = await one.put_new(2)
+        async with opened(tmp_path, 64) as taker:
+            await taker.has_all(values)
+            await taker.session.tables.end()
+            await reader.session.followers.refresh()
+            assert await reader.backend.exists(list(values)) == [True, True]
+            await reader.has_all(values)
+
+
 async def test_segment_taken_after_its_table_was_read_is_not_followed(tmp_path: Path) -> None:
     """An engine that takes a segment while it opens the segment for following has it once."""
     async with opened(tmp_path, 64) as rig:

@@ -88,6 +88,15 @@ def test_row_with_the_digest_of_another_key() -> None:
     assert index.place(b"b") != NOWHERE
 
 
+def test_block_used_since_it_was_chosen_is_kept() -> None:
+    """Of the blocks that one search for victims has found, those used since are passed over."""
+    index, _ = filled(1024)
+    index.evict(1, PAGE)
+    chosen = index._line.candidates[-1]
+    index.touch((chosen,))
+    assert chosen not in index.evict(8, PAGE)
+
+
 def test_eviction_candidate_used_since_is_kept() -> None:
     """A candidate for eviction that was used since is kept, even if halving the ages restored its former age value."""
     index, places = filled(64)
