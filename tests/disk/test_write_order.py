@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.backends.disk.layout import PAGE, decode_rows
+from kvstore.backends.disk.layout import PAGE, State, decode_rows
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
 from kvstore.types import Outcome, RemovalCause
@@ -219,3 +219,18 @@ async def test_generation_grows_with_each_change_of_a_row(tmp_path: Path) -> Non
         await rig.put_new(16)
         note()
     assert generations == sorted(set(generations)), generations
+
+
+async def test_slot_whose_row_could_not_be_retired_is_retired_later(tmp_path: Path) -> None:
+    """The slot of a damaged record is not used again, although its row was written only after a failure."""
+    disk = NoRows()
+    async with opened(tmp_path / "a", 64, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(1)
+        for task in rig.session._tasks:
+            task.cancel()
+        disk.fails = True
+        await rig.backend.quarantine(list(values))
+        disk.fails = False
+        await rig.backend.probe()
+        (segment,) = rig.session.index.segments.values()
+        assert np.count_nonzero(segment.state == State.RETIRED) == 1
