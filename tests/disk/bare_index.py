@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.layout import PAGE, ROW, Head, digest_of
+from kvstore.backends.disk.layout import PAGE, ROW, Head, RowValues, State, digest_of, encode_rows
 from kvstore.backends.disk.segment import OpenFile, Segment, Table
 from kvstore.diskio import OsDisk
 from kvstore.types import BlockKey
@@ -21,6 +22,16 @@ def open_segment(index: Index, slots: int) -> Segment:
     segment = Segment(0, 0, OpenFile(OsDisk(), -1), OpenFile(OsDisk(), -1), content)
     index.open_segment(segment, rows["digest"])
     return segment
+
+
+def read_segment(*blocks: tuple[int, BlockKey], is_ours: bool = True) -> tuple[Segment, npt.NDArray[np.uint64]]:
+    """Return a segment with these blocks, each with the generation of its row, as a table has them; and its digests."""
+    head = Head(1, len(blocks), SLOT, NAMESPACE.digest)
+    values: list[RowValues] = [(generation, State.USED, 100, generation, key) for generation, key in blocks]
+    rows = encode_rows(values, range(len(blocks)), head.segment)
+    content = Table(head, np.zeros(head.groups, np.uint32), rows, np.ones(len(blocks), np.bool_))
+    segment = Segment(0, 0, OpenFile(OsDisk(), -1), OpenFile(OsDisk(), -1), content, is_ours=is_ours)
+    return segment, rows["digest"]
 
 
 def take(index: Index, count: int) -> list[int]:

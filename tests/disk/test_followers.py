@@ -373,6 +373,41 @@ async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None
         await reader.has_all(new)
 
 
+async def test_new_holder_announces_what_the_last_one_did_not(tmp_path: Path) -> None:
+    """Rows that an engine wrote just before it ended are seen by all others once another engine has the segment."""
+    disk = Silent()
+    async with opened(tmp_path, 64) as reader:
+        for task in reader.session._tasks:
+            task.cancel()
+        async with opened(tmp_path, 64, disk=disk, engine="threads") as one:
+            await one.put_new(1)
+            await one.session.tables.end()
+            await reader.session.followers.refresh()
+            disk.is_silent = True
+            values = await one.put_new(2)
+        async with opened(tmp_path, 64) as taker:
+            await taker.has_all(values)
+            await taker.session.tables.end()
+            await reader.session.followers.refresh()
+            assert await reader.backend.exists(list(values)) == [True, True]
+            await reader.has_all(values)
+
+
+async def test_segment_taken_after_its_table_was_read_is_not_followed(tmp_path: Path) -> None:
+    """An engine that takes a segment while it opens the segment for following has it once."""
+    async with opened(tmp_path, 64) as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        followers, (root,) = rig.session.followers, rig.session.roots
+        async with opened(tmp_path, 64) as other:
+            values = await other.put_new(1)
+            found = next(followers._opened(root, []))
+        await rig.session.space.take_segments(report=True)
+        await followers._follow(*found, report=True)
+        assert (len(followers), len(rig.session.index.known)) == (0, 1)
+        await rig.has_all(values)
+
+
 async def test_block_in_two_engines_is_found_until_both_have_evicted_it(tmp_path: Path) -> None:
     """Two engines that stored one block at once each keep their copy; the loss of one is no loss of the other."""
     async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two:

@@ -1,19 +1,20 @@
-"""A closed engine on a frozen disk holds up no other, and loads wait for no report of uses."""
+"""Frozen disks: a closed engine holds up no other, loads wait for no report of uses, segments for their last write."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.backends.disk.layout import PAGE
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
-from kvstore.types import Outcome
+from kvstore.types import Outcome, RemovalCause
 from tests.disk.rig import opened
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
@@ -66,3 +67,39 @@ async def test_loads_of_other_engines_blocks_wait_for_no_count_of_uses(tmp_path:
                 await rig.has_all(values)
         finally:
             disk.thawed.set()
+
+
+class SlowGenerations(OsDisk):
+    """A disk where the generations of a table wait for ``thawed``, once there is one."""
+
+    thawed: threading.Event | None = None
+    waiting = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        if self.thawed is not None and offset == PAGE and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
+            self.waiting = True
+            self.thawed.wait(60)
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_segment_is_given_once_its_generations_are_written(tmp_path: Path) -> None:
+    """Generations that are on their way to the disk can't overwrite those of the segment's next holder."""
+    disk = SlowGenerations()
+    async with opened(tmp_path, 64, disk=disk, engine="threads") as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        await rig.put_new(1)
+        await rig.session.tables.end()
+        disk.thawed = threading.Event()
+        try:
+            await rig.put_new(1)
+            await eventually_async(lambda: disk.waiting, what="the generations are on their way")
+            space, (segment,), (root,) = rig.session.space, rig.session.index.segments.values(), rig.session.roots
+            await space._give_up(segment, RemovalCause.EVICTED, remove=False)
+            await space._let_go(root, segment)
+            assert root.held_segments() == [segment.number]
+        finally:
+            disk.thawed.set()
+        await rig.session.tables.end()
+        await space._let_go(root, segment)
+        assert root.held_segments() == []

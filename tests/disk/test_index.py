@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from kvstore.backends.disk import ages as ages_module
 from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.layout import State, digest_of
+from kvstore.backends.disk.layout import PAGE, State, digest_of
 from kvstore.backends.disk.table import NOWHERE
-from tests.disk.bare_index import add, open_segment, take
+from tests.disk.bare_index import add, open_segment, read_segment, take
 
 
 def filled(*slots: int) -> tuple[Index, list[int]]:
@@ -36,6 +37,64 @@ def test_slot_stays_in_use_until_its_last_read_ends(state: int) -> None:
     assert take(index, 1) == []
     index.unpin((place,))
     assert take(index, 1) == ([place] if state == State.FREE else [])
+
+
+def test_departing_block_leaves_with_its_segment() -> None:
+    """A block that is being evicted when its segment leaves is found no more, even if its row can't be written."""
+    index, places = filled(2)
+    segment, _ = index.at(places[0])
+    departing = index.depart(places[:1])
+    assert index.close_segment(segment) == [b"%d" % places[1]]
+    assert index.place(b"%d" % places[0]) == NOWHERE
+    index.stay(departing)
+    assert index.is_quiet(segment)
+    index.forget(segment)
+    assert index.place(b"%d" % places[0]) == NOWHERE
+
+
+def test_block_that_is_elsewhere_too_is_not_evicted() -> None:
+    """A segment's copy of a block that is elsewhere holds none: its slot is freed once, when its row was written."""
+    index = Index(8)
+    index.open_segment(*read_segment((1, b"a")))
+    second, digests = read_segment((1, b"a"), (1, b"b"))
+    assert index.open_segment(second, digests) == [second.first]
+    assert index.used()[0] == 2
+    assert index.evict(8, PAGE) == [index.place(b"a"), index.place(b"b")]
+
+
+def test_changed_blocks_of_a_segment_that_is_taken() -> None:
+    """Of a segment that is taken, blocks that were replaced since the last look are removed, and new ones added."""
+    index = Index(8)
+    theirs, digests = read_segment((1, b"a"), (1, b"b"), is_ours=False)
+    index.follow(theirs)
+    index.see(theirs, digests, 0, 2)
+    doubled, news = index.take_over(theirs, *read_segment((1, b"a"), (2, b"c")))
+    assert (doubled, news.removed, news.added) == ([], [b"b"], [b"c"])
+    assert index.place(b"b") == NOWHERE
+    assert index.place(b"a") == theirs.first
+
+
+def test_row_with_the_digest_of_another_key() -> None:
+    """A forged row, with the digest of a key that it has not, costs that key a miss, also when its segment is gone."""
+    index = Index(8)
+    segment, digests = read_segment((1, b"a"))
+    index.open_segment(segment, np.full_like(digests, digest_of(b"b")))
+    assert index.place(b"b") == NOWHERE
+    index.close_segment(segment)
+    index.forget(segment)
+    assert index.place(b"b") == NOWHERE
+    open_segment(index, 1)
+    add(index, take(index, 1), [b"b"])
+    assert index.place(b"b") != NOWHERE
+
+
+def test_block_used_since_it_was_chosen_is_kept() -> None:
+    """Of the blocks that one search for victims has found, those used since are passed over."""
+    index, _ = filled(1024)
+    index.evict(1, PAGE)
+    chosen = index._line.candidates[-1]
+    index.touch((chosen,))
+    assert chosen not in index.evict(8, PAGE)
 
 
 def test_eviction_candidate_used_since_is_kept() -> None:
@@ -121,3 +180,15 @@ def test_block_departs_once() -> None:
     assert (len(index), index.place(b"%d" % places[0])) == (3, NOWHERE)
     index.leave(gone)
     assert (len(index), take(index, 4)) == (2, places[:2])
+
+
+def test_generation_after_the_last() -> None:
+    """After the largest generation of a row comes 0; the row is written, and readers see a change."""
+    segment, _ = read_segment((0xFFFFFFFF, b"a"))
+    assert [segment.next_row(0, State.FREE, 0, 0, b"")[0] for _ in range(2)] == [0, 1]
+
+
+def test_a_key_is_not_held_by_a_longer_one() -> None:
+    """A key that is the start of another one, with the same digest, is not found in its place."""
+    segment, _ = read_segment((1, b"ab"))
+    assert [segment.holds(0, key) for key in (b"a", b"ab", b"abc")] == [False, True, False]

@@ -133,6 +133,33 @@ async def test_segment_deleted_while_in_use_is_reported(tmp_path: Path) -> None:
         await rig.has_all(again)
 
 
+async def test_segment_renamed_while_in_use_is_reported(tmp_path: Path) -> None:
+    """A table under another name costs its blocks, and the table that has the name now stays."""
+    async with opened(tmp_path / "a", 64) as rig:
+        values = await rig.put_new(8)
+        first, second = tables(tmp_path)
+        first.rename(tmp_path / "kept")
+        second.rename(first)
+        await rig.session.space.drop_lost()
+        await rig.session.space.share()
+        assert {key for key, _ in rig.removed} == set(values)
+        assert first.exists()
+        assert not list(tmp_path.rglob("*.seg"))
+        again = await rig.put_new(8)
+    async with opened(tmp_path / "a", 64) as rig:
+        await rig.has_all(again)
+
+
+async def test_table_in_use_may_be_longer(tmp_path: Path) -> None:
+    """A table that became longer keeps its blocks, as it does at a start."""
+    async with opened(tmp_path / "a", 64) as rig:
+        values = await rig.put_new(8)
+        for path in tables(tmp_path):
+            os.truncate(path, path.stat().st_size + 4096)
+        await rig.session.space.drop_lost()
+        await rig.has_all(values)
+
+
 async def test_segments_in_use_are_not_taken(tmp_path: Path) -> None:
     """A second engine makes segments of its own within the capacity, and takes those of the first after its end."""
     async with opened(tmp_path / "a", 64) as second:

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.root import Stored
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import SLOT, NoRows, clone, opened, proved, segment_bytes, tables
+from tests.disk.rig import OTHER_NAMESPACE, SLOT, NoRows, clone, filled, opened, proved, segment_bytes, tables
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
@@ -205,3 +206,33 @@ async def test_a_failure_after_a_cancelled_store_is_no_error_of_the_loop(tmp_pat
         await rig.session.space.close()
     gc.collect()
     assert not reported
+
+
+async def test_segments_of_ended_engines_go_when_the_capacity_is_smaller(tmp_path: Path) -> None:
+    """Without a store, segments that no engine holds are removed until the capacity holds."""
+    await filled(tmp_path, 64)
+    async with opened(tmp_path, 32, namespace=OTHER_NAMESPACE) as rig:
+        await rig.session.space.share()
+        assert segment_bytes(tmp_path) <= 32 * SLOT
+
+
+async def test_segment_that_was_taken_since_is_not_removed(tmp_path: Path) -> None:
+    """An engine that found a segment without a holder removes it only under its locks."""
+    async with opened(tmp_path, 64) as one, opened(tmp_path, 64) as two:
+        values = await one.put_new(1)
+        (table,), (root,) = tables(tmp_path), two.session.roots
+        assert root._remove(Stored(table.parent.name, table.stem, SLOT, 0.0)) == 0
+        assert table.exists()
+        await one.has_all(values)
+
+
+async def test_block_that_was_being_stored_during_an_eviction_is_evicted_later(tmp_path: Path) -> None:
+    """An eviction passes over a block whose store or removal has not ended, and a later one finds it."""
+    async with opened(tmp_path, 16) as rig:
+        key, *others = await rig.put_new(16)
+        space = rig.session.space
+        with space._claims.held([key]):
+            assert await space._evict(16, SLOT)
+            assert await rig.backend.exists([key, *others]) == [True] + [False] * 15
+        assert await space._evict(16, SLOT)
+        assert await rig.backend.exists([key]) == [False]

@@ -78,12 +78,15 @@ async def test_failed_segment_leaves_no_file(tmp_path: Path, op: str) -> None:
 
 
 async def test_unfinished_segment_is_removed(tmp_path: Path) -> None:
-    """A segment without a table and an unfinished table are removed when the next segment is made."""
+    """A segment without a table, a table without one and an unfinished table are removed when the next is made."""
     async with opened(tmp_path / "a", 16) as rig:
         await rig.put_new(1)
         namespace = tables(tmp_path)[0].parent
         (namespace / "000007.seg").write_bytes(bytes(SLOT))
         (namespace / "000007.tab.tmp").write_bytes(b"half of a head")
+        # Tables are not counted towards the capacity, so one whose segment was deleted by hand would stay for ever.
+        (namespace / "000008.tab").write_bytes(bytes(4096))
+        (namespace / "000008.notes").write_bytes(b"")
         await rig.put_new(1)
         assert {path.name[:6] for path in namespace.glob("0*")} == {"000000", "000001"}
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.backends.disk.layout import PAGE, decode_rows
+from kvstore.backends.disk.layout import PAGE, State, decode_rows
 from kvstore.diskio import OsDisk
+from kvstore.errors import BackendUnavailableError
 from kvstore.types import Outcome, RemovalCause
 from tests.disk.rig import NoRows, clone, head_of, opened, tables
 
@@ -83,6 +84,33 @@ async def test_row_is_free_before_its_slot_is_written_again(tmp_path: Path) -> N
         assert disk.calls == ["write .tab", "write .seg"]
 
 
+class NoFlushOfRows(OsDisk):
+    """A disk that flushes no table while ``fails`` is set."""
+
+    fails = False
+
+    def fdatasync(self, fd: int) -> None:
+        if self.fails and os.readlink(f"/proc/self/fd/{fd}").endswith(".tab"):
+            raise OSError(errno.EIO, "no row is flushed")
+        super().fdatasync(fd)
+
+
+async def test_row_that_is_not_durable_publishes_nothing(tmp_path: Path) -> None:
+    """A durable store whose row can't be flushed fails; its slot is not used until another row was flushed."""
+    disk = NoFlushOfRows()
+    async with opened(tmp_path / "a", 64, disk=disk, engine="threads", durability="data") as rig:
+        kept = await rig.put_new(2)
+        disk.fails = True
+        failed = rig.new(1)
+        assert await rig.put(failed) == [Outcome.IO_ERROR]
+        assert list(await rig.backend.exists(list(failed))) == [False]
+        assert rig.backend.stats().gauges["unsettled_rows"] == 1
+        disk.fails = False
+        await rig.backend.probe()
+        assert await rig.put(failed) == [Outcome.OK]
+        await rig.has_all(kept | failed)
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["not written", "written"])
 async def test_failed_row_of_a_store_publishes_nothing(tmp_path: Path, after: bool) -> None:
     """The store fails, and its slot is not used until its row was written as free."""
@@ -96,6 +124,11 @@ async def test_failed_row_of_a_store_publishes_nothing(tmp_path: Path, after: bo
         assert list(await rig.backend.exists(list(failed))) == [False]
         assert rig.backend.stats().gauges["unsettled_rows"] == 1
         free = rig.backend.stats().gauges["free_slots"]
+        for task in rig.session._tasks:
+            task.cancel()
+        with pytest.raises(BackendUnavailableError):
+            await rig.backend.probe()
+        assert rig.backend.stats().gauges["unsettled_rows"] == 1
         disk.fails = False
         await rig.backend.probe()
         assert rig.backend.stats().gauges["unsettled_rows"] == 0
@@ -186,3 +219,18 @@ async def test_generation_grows_with_each_change_of_a_row(tmp_path: Path) -> Non
         await rig.put_new(16)
         note()
     assert generations == sorted(set(generations)), generations
+
+
+async def test_slot_whose_row_could_not_be_retired_is_retired_later(tmp_path: Path) -> None:
+    """The slot of a damaged record is not used again, although its row was written only after a failure."""
+    disk = NoRows()
+    async with opened(tmp_path / "a", 64, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(1)
+        for task in rig.session._tasks:
+            task.cancel()
+        disk.fails = True
+        await rig.backend.quarantine(list(values))
+        disk.fails = False
+        await rig.backend.probe()
+        (segment,) = rig.session.index.segments.values()
+        assert np.count_nonzero(segment.state == State.RETIRED) == 1

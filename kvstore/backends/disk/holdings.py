@@ -163,7 +163,7 @@ class DiskHoldings(Holdings):
                 for root in self._roots
                 if (found := older_format(self._disk, root.state_fd)) is not None
             ] + [
-                StaleItem(f"{position}/{namespace.hex}/{name}", "file without a table", status.st_size)
+                StaleItem(f"{position}/{namespace.hex}/{name}", "file of an incomplete segment", status.st_size)
                 for namespace in await self.namespaces()
                 for position, root in enumerate(self._entered(namespace.hex))
                 for name, status in root.stale_files().items()

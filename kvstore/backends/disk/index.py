@@ -101,9 +101,9 @@ class Index:
     def place(self, key: BlockKey, digest: int | None = None) -> int:
         """Return the place of a block, or ``NOWHERE``; ``digest`` is computed if it is not given."""
         place = self._table.find(digest_of(key) if digest is None else digest)
-        if place == NOWHERE or self.known[place >> SLOT_BITS].holds(place & SLOT_MASK, key):
-            return place
-        return NOWHERE
+        # A forged row may have the digest of another key, whose entry then stays when the segment is gone.
+        segment = self.known.get(place >> SLOT_BITS)
+        return place if segment is not None and segment.holds(place & SLOT_MASK, key) else NOWHERE
 
     def found(self, segment: Segment, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return those of some slots whose blocks lookups find there, and that don't depart."""

@@ -4,7 +4,7 @@ Each root stands for itself: its tables describe its own segments, so the order 
 space in use is the total length of all segments in the directory, so there is no counter that could become wrong.
 
 Files of a segment are made and removed under the ledger's lock, which no store, load or lookup takes. The table gets
-its name last and loses it first, so a segment without a table is a stale file.
+its name last and loses it first, so a segment without a table is stale; so is a table without its segment.
 
 A segment that no engine holds is room, with or without blocks. So an engine gives a segment to another one by releasing
 its locks: there is no state in between, and its blocks stay.
@@ -105,6 +105,7 @@ class Root:
     """Segments that can't be used or removed, each named in the log once."""
     _open: set[Segment] = field(default_factory=set)
     """Segments that were opened here, so that none stays open, or locked, if its opener was cancelled meanwhile."""
+    _open_max: int = 64  # At more, those that were closed are dropped; not at each, because there are thousands.
     _seen: dict[str, list[Stored]] = field(default_factory=dict)
     """Segments by namespace, as they were listed last."""
     _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
@@ -251,21 +252,29 @@ class Root:
         """
         stem = stem_of(segment.number)
         with ledger_held(self.disk, self.state_fd):
-            # The name of a file that was deleted may be another engine's now.
-            if self.disk.fstat(segment.table.fd).st_nlink:
+            # The name of a file that was deleted or moved may be another engine's now.
+            if self._named(stem + ".tab", segment.table) is not None:
                 for ending in (".tab", USES, NOTES):
                     self._unlink(stem + ending)
-            if self.disk.fstat(segment.file.fd).st_nlink:
+            if self._named(stem + ".seg", segment.file) is not None:
                 self._unlink(stem + ".seg")
             self.disk.ftruncate(segment.file.fd, 0)
 
     def has_files_of(self, segment: Segment) -> bool:
-        """Return whether a segment's files still have their names and lengths."""
-        for lock, size_bytes in ((segment.table, segment.head.table_bytes), (segment.file, segment.head.segment_bytes)):
-            status = self.disk.fstat(lock.fd)
-            if not status.st_nlink or status.st_size != size_bytes:
-                return False
-        return True
+        """Return whether a segment's files still have their names, and lengths with which engines take them."""
+        stem, head = stem_of(segment.number), segment.head
+        table, file = self._named(stem + ".tab", segment.table), self._named(stem + ".seg", segment.file)
+        if table is None or file is None:
+            return False
+        return table.st_size >= head.table_bytes and file.st_size == head.segment_bytes
+
+    def _named(self, name: str, file: HeldFile) -> os.stat_result | None:
+        """Return the status of an open file of the namespace; None if it has not this name."""
+        status = self.disk.fstat(file.fd)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(status, self.disk.stat(name, self.namespace_fd)):
+                return status
+        return None
 
     def stale_files(self) -> dict[str, os.stat_result]:
         """Return the files of the namespace that belong to no segment.
@@ -496,7 +505,9 @@ class Root:
         segment = Segment(self.position, number, table, file, content, is_ours=is_ours)
         # Single operations, because several threads do so.
         self._open.add(segment)
-        self._open.difference_update([each for each in self._open.copy() if each.file.fd < 0])
+        if len(self._open) > self._open_max:
+            self._open.difference_update([each for each in self._open.copy() if each.file.fd < 0])
+            self._open_max = 2 * len(self._open)
         return segment, content.rows["digest"]
 
     def _read_table(self, stem: str, table_fd: int, file_fd: int) -> Table | None:
@@ -571,13 +582,17 @@ class Root:
         return files.names_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else []
 
     def _stale(self) -> dict[str, os.stat_result]:
-        """Return what an engine left that ended while it made or removed a segment; the caller holds the ledger."""
+        """Return the files of incomplete segments; the caller holds the ledger.
+
+        An engine leaves them that ends while it makes or removes a segment, and a user who deletes one of its files.
+        """
         entries = files.entries_in(self.disk, self.namespace_fd) if self.namespace_fd >= 0 else {}
 
         def is_stale(name: str) -> bool:
             stem = name.partition(".")[0]
-            is_segments = name.endswith(".tab.tmp") or (stem.isdecimal() and stem + ".tab" not in entries)
-            return is_segments and files.is_own_file(entries[name])
+            is_whole = stem + ".tab" in entries and stem + ".seg" in entries
+            is_part = name.endswith(".tab.tmp") or (stem.isdecimal() and not is_whole)
+            return is_part and files.is_own_file(entries[name])
 
         return {name: entries[name] for name in sorted(filter(is_stale, entries))}
 
