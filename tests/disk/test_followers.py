@@ -382,13 +382,13 @@ async def test_new_holder_announces_what_the_last_one_did_not(tmp_path: Path) ->
         async with opened(tmp_path, 64, disk=disk, engine="threads") as one:
             await one.put_new(1)
             await one.session.tables.end()
-            await reader.session.followers.refresh()
+            await reader.session.followers[0].refresh()
             disk.is_silent = True
             values = await one.put_new(2)
         async with opened(tmp_path, 64) as taker:
             await taker.has_all(values)
             await taker.session.tables.end()
-            await reader.session.followers.refresh()
+            await reader.session.followers[0].refresh()
             assert await reader.backend.exists(list(values)) == [True, True]
             await reader.has_all(values)
 
@@ -398,11 +398,11 @@ async def test_segment_taken_after_its_table_was_read_is_not_followed(tmp_path: 
     async with opened(tmp_path, 64) as rig:
         for task in rig.session._tasks:
             task.cancel()
-        followers, (root,) = rig.session.followers, rig.session.roots
+        (followers,) = rig.session.followers
         async with opened(tmp_path, 64) as other:
             values = await other.put_new(1)
-            found = next(followers._opened(root, []))
-        await rig.session.space.take_segments(report=True)
+            found = next(followers._opened([]))
+        await rig.session.space.take_segments(rig.session.roots[0], report=True)
         await followers._follow(*found, report=True)
         assert (len(followers), len(rig.session.index.known)) == (0, 1)
         await rig.has_all(values)

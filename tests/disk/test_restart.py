@@ -140,8 +140,8 @@ async def test_segment_renamed_while_in_use_is_reported(tmp_path: Path) -> None:
         first, second = tables(tmp_path)
         first.rename(tmp_path / "kept")
         second.rename(first)
-        await rig.session.space.drop_lost()
-        await rig.session.space.share()
+        await rig.session.space.drop_lost(rig.session.roots[0])
+        await rig.session.space.share(rig.session.roots[0])
         assert {key for key, _ in rig.removed} == set(values)
         assert first.exists()
         assert not list(tmp_path.rglob("*.seg"))
@@ -156,7 +156,7 @@ async def test_table_in_use_may_be_longer(tmp_path: Path) -> None:
         values = await rig.put_new(8)
         for path in tables(tmp_path):
             os.truncate(path, path.stat().st_size + 4096)
-        await rig.session.space.drop_lost()
+        await rig.session.space.drop_lost(rig.session.roots[0])
         await rig.has_all(values)
 
 

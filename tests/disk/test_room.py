@@ -212,7 +212,7 @@ async def test_segments_of_ended_engines_go_when_the_capacity_is_smaller(tmp_pat
     """Without a store, segments that no engine holds are removed until the capacity holds."""
     await filled(tmp_path, 64)
     async with opened(tmp_path, 32, namespace=OTHER_NAMESPACE) as rig:
-        await rig.session.space.share()
+        await rig.session.space.share(rig.session.roots[0])
         assert segment_bytes(tmp_path) <= 32 * SLOT
 
 
@@ -221,7 +221,7 @@ async def test_segment_that_was_taken_since_is_not_removed(tmp_path: Path) -> No
     async with opened(tmp_path, 64) as one, opened(tmp_path, 64) as two:
         values = await one.put_new(1)
         (table,), (root,) = tables(tmp_path), two.session.roots
-        assert root._remove(Stored(table.parent.name, table.stem, SLOT, 0.0)) == 0
+        assert root._remove(Stored(table.parent.name, table.stem, SLOT)) == 0
         assert table.exists()
         await one.has_all(values)
 

@@ -109,8 +109,8 @@ class Root:
     _seen: dict[str, list[Stored]] = field(default_factory=dict)
     """Segments by namespace, as they were listed last."""
     _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
-    _engines: frozenset[str] = frozenset()
-    """The other engines at the last look for segments without a holder."""
+    _looked: object = None
+    """The other engines, and the time of change of the directory, at the last look for segments without a holder."""
     _looked_at: float = -_LOOK_S
 
     def close(self) -> None:
@@ -162,14 +162,15 @@ class Root:
         An engine that is alone in the root takes all of them. ``held_bytes``: Length of those that it held before.
         """
         others = self.members.others()
-        engines, now = frozenset(each.name for each in others), time.monotonic()
+        now, changed = time.monotonic(), self.disk.fstat(self.namespace_fd).st_mtime_ns
+        found = changed, {each.name for each in others}
         # An engine that ends leaves its segments; one that gives one up does so for another that asks for it.
-        if engines == self._engines and now - self._looked_at < _LOOK_S:
+        if found == self._looked and now - self._looked_at < _LOOK_S:
             return
         stored = self._stored()
         with ledger_held(self.disk, self.state_fd):
             unheld = self._unheld(stored, others)
-        self._engines, self._looked_at = engines, now
+        self._looked, self._looked_at = found, now
         share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
         spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
         for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
