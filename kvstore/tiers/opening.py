@@ -57,8 +57,7 @@ def open_tier(
     """Open a secondary tier.
 
     Args:
-        config: The JSON object of the tier, in which ``backend`` (or ``type``) is the name of the backend and the rest
-            its options; or its URL, such as ``"file:///mnt/kv?capacity=500GiB"``.
+        config: The tier's JSON object (``backend`` or ``type``, and its options) or URL (``file:///kv?capacity=1TiB``).
         primary: Memory of the primary tier (a memoryview, an mmap, an array); C-contiguous, writable, rows of
             ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes are moved without a copy. Held until the
             tier is closed. With ``"io": "process"`` it must be shared memory: a mapped file, or a memfd.
@@ -68,7 +67,7 @@ def open_tier(
         wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
         lender: Source of rows that a backend may serve to other engines; None if no tier of this engine serves any.
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
-        access_events: Whether it also reports which blocks were loaded, one event per job.
+        access_events: Whether it reports loads, too, one event per job.
         tenants: The tenants that share the medium; keys begin with their tags.
         io: Host of the I/O side with ``"io": "auto"``; a thread has what is in memory or sent to peers.
 
@@ -79,8 +78,7 @@ def open_tier(
     _check_arguments(slot_bytes, namespace)
     kind, options = _split(config)
     backend = _made(kind, options, tenants)
-    decoded = backend.config
-    namespace = namespace_of_tier(namespace, decoded)
+    namespace = namespace_of_tier(namespace, decoded := backend.config)
     serves = lender is not None and _lend(backend, decoded, lender)
     backend = wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name

@@ -373,7 +373,7 @@ async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None
         await reader.has_all(new)
 
 
-async def test_new_holder_announces_what_the_last_one_did_not(tmp_path: Path) -> None:
+async def test_new_holder_announces_all_rows(tmp_path: Path) -> None:
     """Rows that an engine wrote just before it ended are seen by all others once another engine has the segment."""
     disk = Silent()
     async with opened(tmp_path, 64) as reader:

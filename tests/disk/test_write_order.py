@@ -221,7 +221,7 @@ async def test_generation_grows_with_each_change_of_a_row(tmp_path: Path) -> Non
     assert generations == sorted(set(generations)), generations
 
 
-async def test_slot_whose_row_could_not_be_retired_is_retired_later(tmp_path: Path) -> None:
+async def test_slot_is_retired_after_a_failed_row(tmp_path: Path) -> None:
     """The slot of a damaged record is not used again, although its row was written only after a failure."""
     disk = NoRows()
     async with opened(tmp_path / "a", 64, disk=disk, engine="threads") as rig:
