@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstore.bounded import BoundedDict
+from kvstore.codec.record import RecordFault
 from kvstore.config import TierConfig
 from kvstore.errors import HostClosedError
 from kvstore.primary.lending import Lender
@@ -528,9 +529,9 @@ class AsyncTier(SecondaryTierManager):
             self._note_failed_loads(job.job, outcomes, now)
 
     def _note_faults(self, faults: Mapping[str, int], now: float) -> None:
-        """Count records that failed verification, with a line in the log now and then."""
+        """Count records that failed verification, with a line in the log now and then if any were damaged."""
         self._faults.update(faults)
-        if now >= self._faults_logged + _FAULTS_INTERVAL_S:
+        if any(RecordFault(cause).is_damage for cause in faults) and now >= self._faults_logged + _FAULTS_INTERVAL_S:
             self._faults_logged = now
             found = ", ".join(f"{cause}: {count}" for cause, count in sorted(self._faults.items()))
             logger.warning(

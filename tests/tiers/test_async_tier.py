@@ -765,6 +765,6 @@ def test_damaged_records_are_named_in_the_log(caplog: pytest.LogCaptureFixture) 
     for job_id, wait_s in ((1, 0), (2, 59), (3, 2)):
         bench.now += wait_s
         bench.tier.submit_load(job(job_id, [b"k%d" % job_id]))
-        bench.answer(JobDone(bench.number_of(job_id), bytes([Outcome.CORRUPT]), 0, 0.0, {"checksum": 1}, ""))
+        bench.answer(JobDone(bench.number_of(job_id), bytes([Outcome.CORRUPT]), 0, 0.0, {"payload": 1}, ""))
     found = [record.getMessage().partition("(since the start: ")[2].partition(")")[0] for record in caplog.records]
-    assert list(filter(None, found)) == ["checksum: 1", "checksum: 3"]
+    assert list(filter(None, found)) == ["payload: 1", "payload: 3"]
