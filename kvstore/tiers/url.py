@@ -26,6 +26,8 @@ def tier_of_url(text: str) -> dict[str, Any]:
         # It may hold a password.
         raise ConfigError(f"The tier (not shown) is text, but not a URL. Expected one such as {EXAMPLES}, or a dict.")
     options = {name: _value(item) for name, item in query.items()}
+    if "backend" in options:
+        raise ConfigError("Unknown key 'backend' in the query of a tier's URL: its scheme names the backend.")
     if url.scheme in ("redis", "rediss", "unix"):
         suffix = f"?db={query['db']}" if url.scheme == "unix" and options.pop("db", None) is not None else ""
         return {"backend": "redis", "url": f"{url.scheme}://{url.netloc}{url.path}{suffix}", **options}

@@ -61,6 +61,7 @@ def test_file_holds_any_form(tmp_path: Path) -> None:
         ('{"type": "fiel", "path": "/kv"}', "Did you mean 'file'?"),
         ('{"type": "file", "path": "/kv", "capacty": 1}', "capacity"),
         ("ftp://host/kv", "Unknown backend 'ftp'"),
+        ("file:///kv?capacity=1GiB&backend=s3", "its scheme names the backend"),
     ],
 )
 def test_refusals_give_a_remedy(text: str, said: str) -> None:

@@ -218,7 +218,7 @@ class Followers:
 
     async def _follow_new(self, *, report: bool) -> None:
         """Follow the segments that are new."""
-        ours = {each.number for each in self._index.segments.values() if each.root == self._root.position}
+        ours = {each.number for each in self._index.segments_in(self._root.position)}
         theirs = {each.segment.number for each in self._followed.values()}
         # One at a time, because the content of all tables together is as large as the index.
         new = self._opened(ours | theirs)
@@ -228,7 +228,7 @@ class Followers:
     async def _follow(self, followed: Followed, digests: Digests, *, report: bool) -> None:
         """Enter a new segment and its blocks."""
         index, segment = self._index, followed.segment
-        if any((each.root, each.number) == (segment.root, segment.number) for each in index.segments.values()):
+        if any(each.number == segment.number for each in index.segments_in(segment.root)):
             # We have taken it since.
             self._watch.remove(followed.watch)
             segment.close()

@@ -111,7 +111,7 @@ class Root:
     _due_since: float = 0.0  # Time since which some engine must give up a segment; 0: none must.
     _looked: object = None
     """The other engines, and the time of change of the directory, at the last look for segments without a holder."""
-    _looked_at: float = -_LOOK_S
+    _looked_at: float = 0.0
 
     def close(self) -> None:
         """Close what is open, with all segments; idempotent. No other call is running."""
