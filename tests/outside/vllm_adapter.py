@@ -62,11 +62,11 @@ class DiskTier(KVStoreTier):
 
     def empty(self) -> bool:
         """Whether a lookup has no answer yet."""
-        return bool(self._tier.stats().recovering)
+        return bool(self.tier.stats().recovering)
 
     def _file_of(self, key: bytes) -> str:
         """Return a path that exists exactly if the medium has the block: ours is no file of its own."""
-        return self._root if self._tier.lookup(key, RequestContext("files")) is LookupResult.HIT else "/none"
+        return self._root if self.tier.lookup(key, RequestContext("files")) is LookupResult.HIT else "/none"
 
 
 class Tier(ForeignTier):
