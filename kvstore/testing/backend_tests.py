@@ -73,9 +73,13 @@ class BackendValueTests(BackendHarness):
         """A key that was never put is a MISS and does not exist; no call raises for it."""
         backend = await self.opened_backend()
         keys = [self.maker(backend).key() for _ in range(20)]
-        assert await self.get_all(backend, keys) == [None] * 20, "a key that nobody put was found"
-        assert list(await backend.exists(keys)) == [False] * 20, "a key that nobody put exists"
-        assert list(await backend.delete(keys)) == [False] * 20, "a key that nobody put was deleted"
+        assert await self.get_all(backend, keys) == [None] * 20, (
+            "a key that was never put was found: return None for it"
+        )
+        assert list(await backend.exists(keys)) == [False] * 20, "a key that was never put exists: return False for it"
+        assert list(await backend.delete(keys)) == [False] * 20, (
+            "a key that was never put was deleted: return False for it"
+        )
         await backend.quarantine(keys)
         backend.touch(keys)
 
@@ -377,7 +381,7 @@ class BackendLifecycleTests(BackendHarness):
             stats = backend.stats()
             assert stats.used_bytes <= stats.capacity_bytes, f"{stats.used_bytes} bytes of {stats.capacity_bytes}"
         await self._settled(backend, values, removed)
-        assert len(removed) == len(set(removed)), "a block was told to have left twice"
+        assert len(removed) == len(set(removed)), "a removal was reported twice"
         assert removed or refused, "64 blocks were put into room for 16, and nothing left and nothing was refused"
         got = await self.get_all(backend, list(values))
         for (key, payload), back in zip(values.items(), got, strict=True):
@@ -410,7 +414,9 @@ class BackendLifecycleTests(BackendHarness):
         keys = list(values)
         deadline = asyncio.get_running_loop().time() + self.time_limit_s / 2
         while list(await backend.exists(keys)) != [key not in removed for key in keys]:
-            assert asyncio.get_running_loop().time() < deadline, "blocks are gone of which nobody was told"
+            assert asyncio.get_running_loop().time() < deadline, (
+                "blocks are gone whose removal was not reported: call the removal listener"
+            )
             await asyncio.sleep(0.001)
 
 
@@ -605,10 +611,12 @@ class BackendConcurrencyTests(BackendHarness):
                 for key, payload in batch.items():
                     written[key].add(payload)
                 outcomes = await backend.put([maker.write(key, payload) for key, payload in batch.items()])
-                assert set(outcomes) <= {Outcome.OK, Outcome.EXISTS}, f"put beside others: {outcomes}"
+                assert set(outcomes) <= {Outcome.OK, Outcome.EXISTS}, f"concurrent put: {outcomes}"
             elif what < 0.8 or not self.deletes:
                 for key, back in zip(keys, await self.get_all(backend, keys), strict=True):
-                    assert back is None or back in written[key], "a get saw a value that nobody put under its key"
+                    assert back is None or back in written[key], (
+                        "a get returned a value that was never put under its key"
+                    )
             elif what < 0.9:
                 await backend.delete(keys)
             else:
