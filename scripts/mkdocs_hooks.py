@@ -38,7 +38,7 @@ def chart(name: str, text: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Replace Sphinx roles of docstrings by their names, as links where the page describes the name."""
+    """Replace Sphinx roles of docstrings by their names, as links where one entry of the page has the name."""
     return ROLE.sub(lambda found: _reference(html, found[1]), html)
 
 
@@ -46,6 +46,5 @@ def _reference(html: str, target: str) -> str:
     """Return the HTML of a name in a docstring; ``~`` hides the module of a name that no entry describes."""
     path = target.removeprefix("~")
     name = path.rpartition(".")[2] if target != path else path
-    ids = [found for found in IDENTIFIER.findall(html) if found == path or found.endswith(f".{path}")]
-    shortest = min(ids, key=len, default=None)
-    return f'<a href="#{shortest}"><code>{name}</code></a>' if shortest else f"<code>{name}</code>"
+    ids = {found for found in IDENTIFIER.findall(html) if found == path or found.endswith(f".{path}")}
+    return f'<a href="#{ids.pop()}"><code>{name}</code></a>' if len(ids) == 1 else f"<code>{name}</code>"

@@ -137,8 +137,8 @@ TierOption = Annotated[
         "-t",
         envvar="KVSTORE_TIER",
         metavar="JSON|URL|@FILE",
-        help="The tier: an object of secondary_tiers as JSON, a URL such as file:///mnt/kv?capacity=10GiB, or @file with "
-        "either.",
+        help="The tier: an object of secondary_tiers as JSON, a URL such as file:///mnt/kv?capacity=10GiB, or @file "
+        "with either.",
     ),
 ]
 """One tier; parse it with :func:`kvstore.cli.tier_argument.parse_tier`."""
