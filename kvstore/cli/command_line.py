@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import json
 import os
-import pkgutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -216,7 +216,7 @@ def vllm_module(name: str) -> Any:
     # vLLM would otherwise log its version and platform.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        return pkgutil.resolve_name(f"kvstore.vllm.{name}")
+        return importlib.import_module(f"kvstore.vllm.{name}")
     except ImportError as error:
         raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
 
