@@ -123,7 +123,7 @@ def _write_all(
         for kind in ("png", "svg"):
             if kind in kinds:
                 one = out if len(pictures) == 1 else out.with_name(f"{out.stem}-{picture.name}{out.suffix}")
-                _write(one if is_file else out / f"{picture.name}.{kind}", picture.render(kind))  # type: ignore[arg-type]
+                _write(one if is_file else out / f"{picture.name}.{kind}", picture.render(kind))
     if "html" in kinds:
         _write(out if is_file else out / "report.html", html_report(reports, pictures).encode())
 
