@@ -101,7 +101,7 @@ __version__ = "0.2.0"
 if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "kvstore.py")):
     # Only the order of Python's import path decides which of the two is imported.
     warnings.warn(
-        "Another package named 'kvstore' is installed beside this one, whose package is 'vllm-kvstore'. Remove it: "
+        "Another package named 'kvstore' is installed with this one, whose package is 'vllm-kvstore'. Remove it: "
         "pip uninstall kvstore.",
         RuntimeWarning,
         stacklevel=2,

@@ -40,7 +40,7 @@ _OF_KVSTORE: Final[dict[str, Callable[..., None]]] = {
     "s3-lifecycle": lifecycle.lifecycle_command,
 }
 
-bench_app = make_app("Measure kvstore's tiers on this machine, beside alternatives.", _OF_BENCH)
+bench_app = make_app("Measure kvstore's tiers on this machine, and compare them with alternatives.", _OF_BENCH)
 kvstore_app = make_app("Configure, inspect and maintain kvstore's tiers.", _OF_KVSTORE)
 kvstore_app.add_typer(bench_app, name="bench", help="All commands of kvstore-bench.")
 

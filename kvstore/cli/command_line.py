@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import json
 import os
-import pkgutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -122,7 +122,7 @@ def _use_defaults(ctx: Context, path: Path | None) -> None:
         name = key.replace("-", "_")
         if name not in known:
             hint = did_you_mean(name, map(str, known)).replace("_", "-")
-            raise ConfigError(f"--config {str(path)!r}: there is no option {key!r}.{hint}")
+            raise ConfigError(f"--config {str(path)!r}: unknown option {key!r}.{hint}")
         many = known[name].nargs != 1 or getattr(known[name], "multiple", False)
         values = value if isinstance(value, list) else [value]
         texts = [json.dumps(each) if isinstance(each, dict) else each for each in values]
@@ -137,8 +137,8 @@ TierOption = Annotated[
         "-t",
         envvar="KVSTORE_TIER",
         metavar="JSON|URL|@FILE",
-        help="The tier: the very JSON that goes into secondary_tiers, a URL such as file:///mnt/kv?capacity=10GiB, or "
-        "@file with the JSON in it.",
+        help="The tier: an object of secondary_tiers as JSON, a URL such as file:///mnt/kv?capacity=10GiB, or @file "
+        "with either.",
     ),
 ]
 """One tier; parse it with :func:`kvstore.cli.tier_argument.parse_tier`."""
@@ -146,7 +146,7 @@ Tiers = Annotated[
     list[str] | None,
     Option(
         "--tier", "-t", metavar="JSON|URL|@FILE",
-        help="The tier: the very JSON that goes into secondary_tiers, a URL, or @file. Several: side by side. Without "
+        help="The tier: an object of secondary_tiers as JSON, a URL, or @file. Several: compared. Without "
         "it, a file tier in a temporary directory.",
     ),
 ]  # fmt: skip
@@ -216,7 +216,7 @@ def vllm_module(name: str) -> Any:
     # vLLM would otherwise log its version and platform.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        return pkgutil.resolve_name(f"kvstore.vllm.{name}")
+        return importlib.import_module(f"kvstore.vllm.{name}")
     except ImportError as error:
         raise ConfigError(f"vLLM can't be imported ({error}). Run this command in the engine's environment.") from error
 
@@ -261,7 +261,9 @@ def check_output(path: Path | None, option: str) -> None:
     if path is None:
         return
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} is {str(path)!r}, but there is no directory {str(path.parent)!r}. Make it first.")
+        raise ConfigError(
+            f"{option} is {str(path)!r}, but {str(path.parent)!r} does not exist. Create that directory first."
+        )
     if path.is_dir():
         raise ConfigError(f"{option} is {str(path)!r}, which is a directory. Give the name of a file.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

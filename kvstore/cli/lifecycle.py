@@ -53,7 +53,7 @@ def lifecycle_command(
     with Deadline(deadline):
         config = parse_tier(tier).config
         if not isinstance(config, S3Config):
-            raise ConfigError("--tier is no S3 tier. Give one such as 's3://bucket/prefix?ttl=30d'.")
+            raise ConfigError("--tier is not an S3 tier. Expected one such as 's3://bucket/prefix?ttl=30d'.")
         existing = [] if merge is None else _rules_in(merge)
         rules = merged_rules(existing, config, prefix_is_ours=prefix_is_ours)
     print_json_text(json_module.dumps(rules, indent=2))

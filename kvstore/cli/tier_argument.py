@@ -75,15 +75,15 @@ def parse_tier(text: str, **defaults: Any) -> TierArgument:
     Args:
         defaults: Values of options that the backend requires, for those that are not given.
     """
-    backend, options = _split(text)
+    backend, options = split_tier(text)
     config_type = BACKENDS.find(backend).config_type
     given = {config_type.aliases.get(name, name) for name in options}
     required = {field.name for field in msgspec.structs.fields(config_type) if field.required} - given
     return make_tier(backend, {**options, **{name: value for name, value in defaults.items() if name in required}})
 
 
-def _split(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of a tier's backend, and the other options."""
+def split_tier(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a tier's backend and its options, unchecked."""
     text = text_of(text.strip(), "tier").strip()
     if "://" in text.partition("{")[0]:
         options = tier_of_url(text)

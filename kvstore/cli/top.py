@@ -212,23 +212,23 @@ _TRAFFIC_COLUMNS: Final = (
     Column("state", "state", left=True, healthy=("ready", "recovering")),
     Column("hits", "hits"),
     Column("loaded", "load/s"),
-    Column("load_p50", "load p50", rank=2),
-    Column("load_p99", "load p99"),
-    Column("stored", "store/s"),
-    Column("store_p99", "store p99", rank=1),
+    Column("load_p50", "load p50", rank=5),
+    Column("load_p99", "load p99", rank=2),
+    Column("stored", "store/s", rank=3),
+    Column("store_p99", "store p99", rank=4),
 )
 _ROOM_COLUMNS: Final = (
     Column("engine", "engine", left=True),
     Column("tier", "tier", left=True, style="bold"),
     Column("breakers", "breakers", left=True, healthy=("closed",)),
-    Column("jobs", "jobs"),
-    Column("in_flight", "in flight", rank=3),
-    Column("waiting", "waiting", rank=1),
-    Column("used", "used"),
+    Column("jobs", "jobs", rank=2),
+    Column("in_flight", "in flight", rank=6),
+    Column("waiting", "waiting", rank=4),
+    Column("used", "used", rank=3),
     Column("full", "full"),
-    Column("blocks", "blocks", rank=4),
-    Column("evicted", "evicted/s"),
-    Column("failed", "failed/s", healthy=("0", _NONE)),
+    Column("blocks", "blocks", rank=7),
+    Column("evicted", "evicted/s", rank=2),
+    Column("failed", "failed/s", rank=1, healthy=("0", _NONE)),
 )
 
 _MISS_COLUMNS: Final = (
@@ -359,7 +359,7 @@ def _sleep(seconds: float, stopping: Stopping) -> None:
 
 def _tier_row(now: Sample, before: Sample | None, tier: str) -> dict[str, Any]:
     hits, misses = (_added(now, before, "lookups_total", tier=tier, result=result) for result in ("hit", "miss"))
-    used, capacity = (now.total(name, tier=tier) for name in ("used_bytes", "capacity_bytes"))
+    used, capacity, blocks = (now.total(name, tier=tier) for name in ("used_bytes", "capacity_bytes", "blocks"))
     return {
         "tier": tier,
         "state": _state(now, tier),
@@ -373,9 +373,10 @@ def _tier_row(now: Sample, before: Sample | None, tier: str) -> dict[str, Any]:
         "jobs": _count(now.total("jobs_in_flight", tier=tier)),
         "in_flight": _size(now.total("bytes_in_flight", tier=tier)),
         "waiting": _count(now.total("waiting_blocks", tier=tier)),
-        "used": _size(used),
+        # A medium that does not report its contents has zeros.
+        "used": _size(used if used or capacity else None),
         "full": _percent(used, capacity),
-        "blocks": _count(now.total("blocks", tier=tier)),
+        "blocks": _count(blocks if blocks or (capacity and not used) else None),
         "evicted": _count(_rate(now, before, "removed_blocks_total", tier=tier, cause="evicted")),
         "failed": _count(_per_second(now, before, _failed(now, before, tier))),
     }

@@ -50,8 +50,10 @@ class BackendValueTests(BackendHarness):
         await self.put_all(backend, {key: maker.payload()})
         target = maker.target(key, self.payload_bytes_max - 4096)
         (outcome,) = await backend.get_into([target.read])
-        assert outcome is self.too_long, f"{outcome!r} for a record that is longer than the buffers"
-        assert target.guards_intact, "bytes were written outside of the buffers"
+        assert outcome is self.too_long, (
+            f"{outcome!r} for a record that is longer than the buffers: compare the lengths before you write"
+        )
+        assert target.guards_intact, "bytes were written outside of the buffers: return CORRUPT for a longer record"
 
     @in_loop
     async def test_buffers_of_all_kinds(self) -> None:
@@ -73,9 +75,13 @@ class BackendValueTests(BackendHarness):
         """A key that was never put is a MISS and does not exist; no call raises for it."""
         backend = await self.opened_backend()
         keys = [self.maker(backend).key() for _ in range(20)]
-        assert await self.get_all(backend, keys) == [None] * 20, "a key that nobody put was found"
-        assert list(await backend.exists(keys)) == [False] * 20, "a key that nobody put exists"
-        assert list(await backend.delete(keys)) == [False] * 20, "a key that nobody put was deleted"
+        assert await self.get_all(backend, keys) == [None] * 20, (
+            "a key that was never put was found: return None for it"
+        )
+        assert list(await backend.exists(keys)) == [False] * 20, "a key that was never put exists: return False for it"
+        assert list(await backend.delete(keys)) == [False] * 20, (
+            "a key that was never put was deleted: return False for it"
+        )
         await backend.quarantine(keys)
         backend.touch(keys)
 
@@ -97,8 +103,12 @@ class BackendValueTests(BackendHarness):
             held.update(fresh)
             keys = [*self.rng.sample(sorted(held), len(held) // 2 + 1), *(maker.key() for _ in range(4))]
             self.rng.shuffle(keys)
-            assert await self.get_all(backend, keys) == [held.get(key) for key in keys], "answers of another block"
-            assert list(await backend.exists(keys)) == [key in held for key in keys], "exists answers of another block"
+            assert await self.get_all(backend, keys) == [held.get(key) for key in keys], (
+                "answers of another block: keep the order of the batch"
+            )
+            assert list(await backend.exists(keys)) == [key in held for key in keys], (
+                "exists answers of another block: keep the order of the batch"
+            )
 
     @in_loop
     async def test_first_writer_wins(self) -> None:
@@ -109,8 +119,10 @@ class BackendValueTests(BackendHarness):
         await self.put_all(backend, {key: first})
         for length in (self.payload_bytes_max, 100):
             (outcome,) = await backend.put([maker.write(key, maker.payload(length))])
-            assert outcome is Outcome.EXISTS, f"second put: {outcome!r}"
-        assert await self.get_all(backend, [key]) == [first], "a second put replaced the first"
+            assert outcome is Outcome.EXISTS, f"second put: {outcome!r}; return EXISTS for a key that is present"
+        assert await self.get_all(backend, [key]) == [first], (
+            "a second put replaced the first: put only if the key is absent, and return EXISTS"
+        )
 
     @in_loop
     async def test_same_key_twice_in_a_batch(self) -> None:
@@ -121,12 +133,16 @@ class BackendValueTests(BackendHarness):
         outcomes = await backend.put([maker.write(key, payload) for payload in payloads])
         assert sorted(outcomes) == [Outcome.OK, Outcome.EXISTS], f"one key twice in a put: {outcomes}"
         winner = payloads[list(outcomes).index(Outcome.OK)]
-        assert await self.get_all(backend, [key, key]) == [winner, winner], "not the block that was OK"
+        assert await self.get_all(backend, [key, key]) == [winner, winner], (
+            "not the block that was OK: the first writer wins"
+        )
         assert list(await backend.exists([key, key])) == [True, True], "one key twice in exists"
         deleted = list(await backend.delete([key, key]))
         if self.deletes:
             assert sorted(deleted) == [False, True], f"one key twice in a delete: {deleted}"
-            assert await self.get_all(backend, [key]) == [None], "deleted, and still there"
+            assert await self.get_all(backend, [key]) == [None], (
+                "deleted, and still there: delete must end before it returns True"
+            )
 
     @in_loop
     async def test_empty_batches(self) -> None:
@@ -148,7 +164,9 @@ class BackendValueTests(BackendHarness):
         keys |= {b"ab".hex().encode(), b"ab"}
         values = {key: maker.payload(self.rng.randrange(1, 300)) for key in sorted(keys)}
         await self.put_all(backend, values)
-        assert await self.get_all(backend, list(values)) == list(values.values()), "a key stands for another"
+        assert await self.get_all(backend, list(values)) == list(values.values()), (
+            "a key stands for another: use the whole key, and encode it reversibly"
+        )
         if self.scans:
             assert set(await self.scanned(backend)) == set(values), "a scan yields other keys than were put"
 
@@ -162,10 +180,14 @@ class BackendValueTests(BackendHarness):
         before = [[bytes(buffer) for buffer in write.buffers] for write in writes]
         await backend.put(writes)
         for write, was in zip(writes, before, strict=True):
-            assert [bytes(buffer) for buffer in write.buffers] == was, "a put changed the caller's buffers"
+            assert [bytes(buffer) for buffer in write.buffers] == was, (
+                "a put changed the caller's buffers: copy before you change bytes"
+            )
             for buffer in write.buffers:
                 buffer[:] = bytes(buffer.nbytes)
-        assert await self.get_all(backend, list(values)) == list(values.values()), "a put kept the caller's buffers"
+        assert await self.get_all(backend, list(values)) == list(values.values()), (
+            "a put kept the caller's buffers: copy what outlives the call"
+        )
 
     @in_loop
     async def test_read_only_buffers_can_be_put(self) -> None:
@@ -175,7 +197,9 @@ class BackendValueTests(BackendHarness):
         key, payload = maker.key(), maker.payload(8192)
         write = maker.write(key, payload)
         write.buffers = [buffer.toreadonly() for buffer in write.buffers]
-        assert list(await backend.put([write])) == [Outcome.OK], "read-only buffers were refused"
+        assert list(await backend.put([write])) == [Outcome.OK], (
+            "read-only buffers were refused: take any object with the buffer protocol"
+        )
         assert await self.get_all(backend, [key]) == [payload], "the payload is another"
 
     @in_loop
@@ -207,7 +231,9 @@ class BackendValueTests(BackendHarness):
         await self.put_all(backend, values)
         bad, *good = values
         await backend.quarantine([bad, maker.key()])
-        assert await self.get_all(backend, [bad]) == [None], "a quarantined block can be read"
+        assert await self.get_all(backend, [bad]) == [None], (
+            "a quarantined block can be read: move or delete the record"
+        )
         assert list(await backend.exists([bad])) == [False], "a quarantined block exists"
         assert await self.get_all(backend, good) == [values[key] for key in good], "its neighbours are gone"
         if self.scans:
@@ -220,7 +246,9 @@ class BackendValueTests(BackendHarness):
         backend = await self.opened_backend()
         if not self.scans:
             return
-        assert await self.scanned(backend) == {}, "a scan of an empty medium yields something"
+        assert await self.scanned(backend) == {}, (
+            "a scan of an empty medium yields something: yield only blocks of this namespace"
+        )
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(self.rng.randrange(1, 20_000)) for _ in range(150)}
         await self.put_all(backend, values)
@@ -302,13 +330,17 @@ class BackendLifecycleTests(BackendHarness):
             await asyncio.sleep(0)
         await backend.close()
         done, running = await asyncio.wait(calls, timeout=self.time_limit_s / 2)
-        assert not running, f"{len(running)} calls did not end though the backend is closed"
+        assert not running, f"{len(running)} calls did not end after close: close must end them"
         for target in targets:
             target.fill()
         for call in done:
             error = call.exception()
-            assert error is None or isinstance(error, BackendError), f"a call that was closed upon raised {error!r}"
-        assert all(target.untouched for target in targets), "a buffer was written after its call had returned"
+            assert error is None or isinstance(error, BackendError), (
+                f"a call raised {error!r} when the backend closed: raise a BackendError"
+            )
+        assert all(target.untouched for target in targets), (
+            "a buffer was written after its call had returned: await the transfer, also when cancelled"
+        )
 
     @in_loop
     async def test_blocks_outlive_a_restart(self) -> None:
@@ -339,9 +371,11 @@ class BackendLifecycleTests(BackendHarness):
         other = await self.restarted(backend, Namespace({"suite": "another"}))
         if other is None:
             return
-        assert list(await other.exists(list(values))) == [False] * 8, "a block of another namespace exists"
+        assert list(await other.exists(list(values))) == [False] * 8, (
+            "a block of another namespace exists: put namespace.hex into the name"
+        )
         if self.scans:
-            assert await self.scanned(other) == {}, "a scan yields blocks of another namespace"
+            assert await self.scanned(other) == {}, "a scan yields blocks of another namespace: filter by namespace.hex"
         others = self.maker(other, Namespace({"suite": "another"}))
         outcomes = await other.put([others.write(key, others.payload(600)) for key in values])
         assert list(outcomes) == [Outcome.OK] * 8, f"put in another namespace: {outcomes}"
@@ -377,7 +411,7 @@ class BackendLifecycleTests(BackendHarness):
             stats = backend.stats()
             assert stats.used_bytes <= stats.capacity_bytes, f"{stats.used_bytes} bytes of {stats.capacity_bytes}"
         await self._settled(backend, values, removed)
-        assert len(removed) == len(set(removed)), "a block was told to have left twice"
+        assert len(removed) == len(set(removed)), "a removal was reported twice: call the listener once for each block"
         assert removed or refused, "64 blocks were put into room for 16, and nothing left and nothing was refused"
         got = await self.get_all(backend, list(values))
         for (key, payload), back in zip(values.items(), got, strict=True):
@@ -410,7 +444,9 @@ class BackendLifecycleTests(BackendHarness):
         keys = list(values)
         deadline = asyncio.get_running_loop().time() + self.time_limit_s / 2
         while list(await backend.exists(keys)) != [key not in removed for key in keys]:
-            assert asyncio.get_running_loop().time() < deadline, "blocks are gone of which nobody was told"
+            assert asyncio.get_running_loop().time() < deadline, (
+                "blocks are gone whose removal was not reported: call the removal listener"
+            )
             await asyncio.sleep(0.001)
 
 
@@ -451,7 +487,9 @@ class BackendFailureTests(BackendHarness):
             for keys in ([bad], list(values), [bad, maker.key()]):
                 answers = dict(zip(keys, await backend.exists(keys), strict=True))
                 assert answers[bad] is None, f"a key that fails is {answers[bad]}"
-                assert all(answers[key] is (key in values) for key in keys[1:]), f"others are hidden: {answers}"
+                assert all(answers[key] is (key in values) for key in keys[1:]), (
+                    f"other keys are not answered: {answers}; a failure concerns its own key"
+                )
             reads = [maker.target(key).read for key in values]
             bad_outcome, *outcomes = await backend.get_into(reads)
             assert bad_outcome.is_failure, f"a block that can't be read is {bad_outcome}"
@@ -512,7 +550,7 @@ class BackendConcurrencyTests(BackendHarness):
                 if outcome is Outcome.OK:
                     winners[write.key].append(offer[write.key])
         counts = [len(won) for won in winners.values()]
-        assert counts == [1] * len(keys), f"writers for whom a key was OK, by key: {counts}"
+        assert counts == [1] * len(keys), f"writers with OK by key: {counts}; publish atomically, so that one wins"
         got = await self.get_all(backend, keys)
         assert got == [winners[key][0] for key in keys], "the bytes are not those of the writer that won"
 
@@ -526,7 +564,9 @@ class BackendConcurrencyTests(BackendHarness):
             put = asyncio.ensure_future(self.put_all(backend, values))
             while not put.done():
                 got = await self.get_all(backend, list(values))
-                assert set(got) <= {None, *values.values()}, "a get saw something that was not put"
+                assert set(got) <= {None, *values.values()}, (
+                    "a get saw something that was not put: publish a record whole or not at all"
+                )
                 await asyncio.sleep(0)
             await put
             assert await self.get_all(backend, list(values)) == list(values.values()), "put, and not there"
@@ -553,7 +593,9 @@ class BackendConcurrencyTests(BackendHarness):
         await asyncio.sleep(_LATE_S)
         await backend.close()
         late = sum(not target.untouched for target in watched)
-        assert not late, f"{late} of {len(watched)} buffers were written after their get had ended"
+        assert not late, (
+            f"{late} of {len(watched)} buffers written after their get had ended: wait for the medium when cancelled"
+        )
 
     @in_loop
     async def test_no_buffer_is_read_after_a_cancelled_put(self) -> None:
@@ -605,10 +647,12 @@ class BackendConcurrencyTests(BackendHarness):
                 for key, payload in batch.items():
                     written[key].add(payload)
                 outcomes = await backend.put([maker.write(key, payload) for key, payload in batch.items()])
-                assert set(outcomes) <= {Outcome.OK, Outcome.EXISTS}, f"put beside others: {outcomes}"
+                assert set(outcomes) <= {Outcome.OK, Outcome.EXISTS}, f"concurrent put: {outcomes}"
             elif what < 0.8 or not self.deletes:
                 for key, back in zip(keys, await self.get_all(backend, keys), strict=True):
-                    assert back is None or back in written[key], "a get saw a value that nobody put under its key"
+                    assert back is None or back in written[key], (
+                        "a get returned a value that was never put under its key"
+                    )
             elif what < 0.9:
                 await backend.delete(keys)
             else:
@@ -627,7 +671,7 @@ class BackendConcurrencyTests(BackendHarness):
             await asyncio.sleep(0)
             task.cancel()
         _, running = await asyncio.wait([task], timeout=self.time_limit_s / 4)
-        assert not running, "a cancelled call did not end"
+        assert not running, "a cancelled call did not end: give each wait a deadline"
         if task.cancelled():
             return None
         result = task.result()

@@ -121,7 +121,7 @@ def _absences(path: Path) -> Iterator[tuple[str, str]]:
     """Yield what this machine lacks for a directory, perhaps only now."""
     there = nearest_existing(path)
     if path != there and path.parent != there:
-        yield f"{path.parent} does not exist", "Make it: kvstore makes only the last component of a tier's path."
+        yield f"{path.parent} does not exist", "Create it: kvstore creates only the last component of a tier's path."
     elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield f"{there} is not a writable directory", "Give one that is this user's."
 

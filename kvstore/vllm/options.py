@@ -224,7 +224,7 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
     config_type = BACKENDS.find(named).config_type
     for key in of_backend.keys() & (_OPTIONS | _OF_VLLMS_SPEC) - set(config_type.__struct_fields__):
         raise ConfigError(
-            f"{key!r} is not an option of a tier. It belongs one level up, beside 'secondary_tiers'. Move it there."
+            f"{key!r} is not an option of a tier. It belongs one level up, next to 'secondary_tiers'. Move it there."
         )
     decode_config(config_type, of_backend, where=f"{named} tier")
     return {"backend": named, **of_backend}

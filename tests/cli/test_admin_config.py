@@ -152,7 +152,8 @@ def test_absent_drive_is_a_warning(options: list[str]) -> None:
     assert done.returncode == 0
     assert "/no/such/place" in json.dumps(json.loads(done.stdout))
     assert done.stderr == (
-        "tier 1: file tier: /no/such does not exist. Make it: kvstore makes only the last component of a tier's path.\n"
+        "tier 1: file tier: /no/such does not exist. "
+        "Create it: kvstore creates only the last component of a tier's path.\n"
     )
 
 

@@ -95,3 +95,13 @@ def test_ctrl_c_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130
+
+
+def test_without_vllm_a_command_of_engines_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If vLLM is not installed, its absence is the error, in one line."""
+    monkeypatch.setitem(sys.modules, "kvstore.vllm.startup", None)
+    done = run_here("check", "-t", "memory")
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"kvstore: vLLM can't be imported \(.*\)\. Run this command in the engine's environment\.\n", done.stderr
+    )

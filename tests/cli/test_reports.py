@@ -91,6 +91,50 @@ def test_plot_writes_pictures_and_a_page(tmp_path: Path) -> None:
     assert "<script" not in page and "url(" not in page
 
 
+@pytest.mark.program
+def test_plot_takes_the_name_of_a_file(tmp_path: Path) -> None:
+    """An output with the ending of a format is a file; several charts have their names in those of the files."""
+    both = report_file(tmp_path / "a.json", *(row for row in measured_rows() if row.get("op") in ("store", "load")))
+    replayed = report_file(tmp_path / "b.json", *(row for row in measured_rows() if row.get("bench") == "replay"))
+    run_here("bench", "plot", str(both), "--out", str(tmp_path / "x.png"))
+    run_here("bench", "plot", str(replayed), "--out", str(tmp_path / "y.svg"))
+    run_here("bench", "plot", str(both), "--out", str(tmp_path / "z.html"))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a.json", "b.json", "x-throughput.png", "x-latency.png", "y.svg", "z.html",
+    }  # fmt: skip
+
+
+def test_each_curve_of_latency_is_drawn_once() -> None:
+    """A drive measured with several numbers of jobs has one curve: that with the jobs of the title."""
+    rows = [
+        ROW | {"system": system, "op": "load", "jobs": jobs, "gb_per_s": 1.0, "latency_s_p50": jobs / 1000}
+        for system in ("kvstore-file", "raw")
+        for jobs in (1, 2)
+    ]
+    pictures = {picture.name: picture for picture in pictures_of(rows)}
+    figure = Figure()
+    pictures["latency"].draw(figure)
+    (panel,) = figure.axes
+    assert [line.get_label() for line in panel.lines] == ["kvstore-file load", "raw load"]
+    assert [line.get_ydata()[0] for line in panel.lines] == [0.002, 0.002]
+    assert panel.get_title(loc="left").endswith("2 concurrent jobs")
+
+
+def test_one_job_is_singular() -> None:
+    """The title of a panel says "1 concurrent job", and labels say "1 job"."""
+    rows = [ROW | {"system": "kvstore-file", "op": "load", "jobs": jobs} for jobs in (1, 2)]
+    for shown, expected in ((rows[:1], "1 concurrent job"), (rows, "2 concurrent jobs")):
+        figure = Figure()
+        {picture.name: picture for picture in pictures_of(shown)}["latency"].draw(figure)
+        assert figure.axes[0].get_title(loc="left").endswith(expected)
+    figure = Figure()
+    {picture.name: picture for picture in pictures_of(rows)}["throughput"].draw(figure)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "kvstore-file, 1 job",
+        "kvstore-file, 2 jobs",
+    ]
+
+
 def test_engines_have_pictures() -> None:
     """TTFT and throughput of bench/vllm_e2e.py are plotted by workload; each system is in the legend, in one colour."""
     rows = [

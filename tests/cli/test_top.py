@@ -144,6 +144,29 @@ def test_without_traffic_every_number_has_its_column(width: int) -> None:
     assert width == 80 or all(title in shown for title in ("lookups/s", "found", "load p50", "store p99", "failed/s"))
 
 
+def test_unreported_contents_of_a_medium_are_dashes() -> None:
+    """Zeros of a medium that reports neither its use nor a limit are unknown, those of an empty tier are numbers."""
+    unreported = page(10, blocks=0, used_bytes=0, capacity_bytes=0)
+    (row,) = tier_rows([engine_of((100.0, unreported))])
+    assert (row["used"], row["full"], row["blocks"]) == (None, None, None)
+    (row,) = tier_rows([engine_of((100.0, page(10, blocks=0, used_bytes=0)))])
+    assert (row["used"], row["full"], row["blocks"]) == ("0 B", "0 %", "0")
+
+
+def test_two_engines_fit_50_columns() -> None:
+    """In a narrow terminal columns are left out, and no cell is broken over lines."""
+    engines = []
+    for name in ("127.0.0.1:8001", "127.0.0.1:8002"):
+        engines.append(engine := Engine(name))
+        for at, text in zip((100.0, 110.0), SCRAPES, strict=True):
+            engine.add(parse(text, at)["0"])
+    console = Console(width=50, file=io.StringIO())
+    console.print(Group(*frame_of(engines, {}, 50)))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert sum(line.startswith("127.0.0.1:800") for line in lines) == 10
+    assert len([line for line in lines if line.strip()]) == 13
+
+
 def test_one_sample_has_states_and_no_rates() -> None:
     """No rates are shown before the second sample."""
     (row,) = tier_rows([engine_of((100.0, page(10)))])

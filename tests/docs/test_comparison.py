@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_each_report_of_others_names_its_tests() -> None:
     """Every row has at least one test, and none is missing."""
     page = (ROOT / "docs/comparison.md").read_text()
-    _, _, section = page.partition("## Their reports as tests")
+    _, _, section = page.partition("## Reports about other caches, as tests")
     rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ") and "](" in line]
     assert len(rows) >= 10
     for row in rows:

@@ -65,7 +65,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str, expected: str) -> No
 
 def test_other_tiers_are_refused() -> None:
     """Only S3 has lifecycle rules."""
-    with pytest.raises(ConfigError, match="is no S3 tier"):
+    with pytest.raises(ConfigError, match="is not an S3 tier"):
         lifecycle_command("memory")
 
 

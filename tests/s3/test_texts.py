@@ -35,7 +35,7 @@ def test_a_page_is_read() -> None:
 def test_types_and_entities_are_refused(declaration: str, encoding: str) -> None:
     """A DTD is refused in every encoding: no entity is ever expanded."""
     text = f"<?xml version='1.0' encoding='{encoding[:6]}'?>{declaration}" + LIST.format(OBJECT.format("a", 1))
-    with pytest.raises(S3Error, match=r"declares types|is no XML") as caught:
+    with pytest.raises(S3Error, match=r"declares types|is not XML") as caught:
         read_list(text.encode(encoding))
     assert caught.value.cause is Cause.PROTOCOL
     if encoding in ("utf-8", "utf-16"):

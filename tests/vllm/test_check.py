@@ -40,6 +40,26 @@ def test_a_right_configuration_is_ok(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_tiers_are_checked_without_a_whole_configuration(tmp_path: Path) -> None:
+    """Tiers in any notation are checked alone, and all of their faults are reported."""
+    good = f"file://{tmp_path}/kv?capacity=1GiB"
+    for given in (good, json.dumps({"type": "file", "path": f"{tmp_path}/kv", "capacity": "1GiB"})):
+        done = run_here("check", "-t", given)
+        assert (done.returncode, done.stdout) == (0, "ok  1 tier\n"), done.stderr
+    done = run_here("check", "-t", "fiel:///mnt/kv", "-t", "file:///tmp?capacity=1GiB&reserv=1GiB")
+    assert done.returncode == 2
+    assert [line[:24] for line in done.stdout.splitlines()] == ["fail  secondary_tiers[0]", "fail  secondary_tiers[1]"]
+    assert "Did you mean 'file'?" in done.stdout and "reserve" in done.stdout
+
+
+def test_either_a_configuration_or_tiers_are_given(tmp_path: Path) -> None:
+    """Neither, or both, is an error that names both arguments."""
+    both = [json.dumps(_transfer(tmp_path)), "-t", "memory"]
+    for arguments in ([], both):
+        done = run_here("check", *arguments)
+        assert done.returncode == 2 and "either the value of --kv-transfer-config, or tiers: --tier" in done.stderr
+
+
 def test_all_faults_are_those_of_the_engines_start(tmp_path: Path) -> None:
     """Every fault is reported with its place, in the words of the engine's start; a warning is no fault."""
     from kvstore.vllm.startup import check_offloading

@@ -211,7 +211,7 @@ class ObjectClient(ABC):
                 raise error_of_response(200, start.decode("utf-8", "replace"))
             if not found.etag:
                 # A proxy's page must not pass for a damaged object, which would be deleted.
-                raise S3Error(Cause.PROTOCOL, "An answer without an ETag, which every object has, is no object.")
+                raise S3Error(Cause.PROTOCOL, "The answer has no ETag, so it is not an object.")
             return found
 
         return await self._run("get", attempt, timeout_s, capacity, {404: None})
@@ -409,7 +409,9 @@ def make_client(config: S3Config) -> ObjectClient:
         # Imported here because each client needs packages that may be missing.
         found: type[ObjectClient] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install vllm-kvstore[s3].") from error
+        raise ConfigError(
+            f"S3 can't be used: the package {error.name!r} is not installed. Install vllm-kvstore[s3]."
+        ) from error
     return found(config)
 
 

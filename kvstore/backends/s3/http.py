@@ -69,7 +69,7 @@ def parse_xml(body: bytes) -> ElementTree.Element:
         parser.feed(body)
         root: ElementTree.Element = parser.close()
     except (ElementTree.ParseError, ValueError, LookupError):
-        raise S3Error(Cause.PROTOCOL, "The service's answer is no XML.") from None
+        raise S3Error(Cause.PROTOCOL, "The service's answer is not XML.") from None
     return root
 
 
@@ -188,7 +188,7 @@ class Answer:
         # HttpParserUpgrade, raised for status 101, is not a subclass of HttpParserError.
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self._parsed:
-                raise S3Error(Cause.PROTOCOL, f"The answer is no HTTP: {type(error).__name__}.") from None
+                raise S3Error(Cause.PROTOCOL, f"The answer is not HTTP: {type(error).__name__}.") from None
             self.surplus = True
         if is_new:
             self._head_bytes += piece.nbytes

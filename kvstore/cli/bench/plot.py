@@ -26,7 +26,13 @@ _FORMATS: Final = ("png", "svg", "html")
 Reports = Annotated[
     list[Path], Argument(metavar="REPORT.json ...", help="Reports of run, sweep, replay, or bench/vllm_e2e.py.")
 ]
-Directory = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Output directory; created if it is missing.")]
+Directory = Annotated[
+    Path,
+    Option(
+        "--out", "-o", metavar="DIR|FILE",
+        help="Output directory, created if it is missing; or one file, such as x.png: several charts are x-NAME.png.",
+    ),
+]  # fmt: skip
 Formats = Annotated[str, Option("--format", metavar="NAMES", help="png, svg or html, separated by commas.")]
 
 _CSS: Final = """
@@ -67,7 +73,8 @@ def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), format
     Throughput is drawn by block size, the hit rate by capacity. Several reports are drawn into the same pictures. The
     names of the files written are printed. report.html needs no other file.
     """
-    kinds = listed(formats, str, "--format")
+    file_kind = out.suffix.removeprefix(".")
+    kinds = [file_kind] if file_kind in _FORMATS else listed(formats, str, "--format")
     for kind in kinds:
         if kind not in _FORMATS:
             raise ConfigError(f"--format has {shown(kind)}. Expected names of: {', '.join(_FORMATS)}.")
@@ -81,13 +88,7 @@ def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), format
     if not pictures:
         raise ConfigError("The reports contain nothing to plot. Give reports of run, sweep or replay.")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            for kind in ("png", "svg"):
-                if kind in kinds:
-                    _write(out / f"{picture.name}.{kind}", picture.render(kind))  # type: ignore[arg-type]
-        if "html" in kinds:
-            _write(out / "report.html", html_report(found, pictures).encode())
+        _write_all(out, kinds, found, pictures)
     except OSError as error:
         raise ConfigError(f"{str(out)!r} can't be written to: {error.strerror}. Give another --out.") from error
 
@@ -110,6 +111,21 @@ def html_report(reports: Mapping[str, Mapping[str, Any]], pictures: Sequence[Pic
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def _write_all(
+    out: Path, kinds: Sequence[str], reports: Mapping[str, Mapping[str, Any]], pictures: Sequence[Picture]
+) -> None:
+    """Write the pictures and the page into the directory ``out``, or into the file ``out`` if its name has a format."""
+    is_file = out.suffix.removeprefix(".") in _FORMATS
+    (out.parent if is_file else out).mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        for kind in ("png", "svg"):
+            if kind in kinds:
+                one = out if len(pictures) == 1 else out.with_name(f"{out.stem}-{picture.name}{out.suffix}")
+                _write(one if is_file else out / f"{picture.name}.{kind}", picture.render(kind))
+    if "html" in kinds:
+        _write(out if is_file else out / "report.html", html_report(reports, pictures).encode())
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -383,7 +399,7 @@ def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
     """Draw a panel for each block size: curves over percentiles, solid for loads, dashed for stores."""
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     most = max((row["jobs"] for row in rows if row["system"] not in _CEILINGS), default=1)
-    shown = [row for row in rows if row["jobs"] == most or row["system"] in _CEILINGS]
+    shown = _curves([row for row in rows if row["jobs"] == most or row["system"] in _CEILINGS], most)
     colours = _series(shown)
     ticks = {0.0: "0", 0.5: "50", 0.9: "90", 0.99: "99", 0.999: "99.9", 0.9999: "99.99"}
     for panel, size in zip(panels, sizes, strict=True):
@@ -404,7 +420,7 @@ def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
         panel.set_xticks([], minor=True)
         panel.yaxis.set_major_formatter(lambda value, _: latency_text(value) or "")
         panel.yaxis.set_minor_formatter(lambda value, _: "")
-        panel.set_title(f"{size_text(size)} blocks, {most} concurrent jobs", loc="left")
+        panel.set_title(f"{size_text(size)} blocks, {most} concurrent job{'s' * (most != 1)}", loc="left")
         panel.set_xlabel("percentile")
     panels[0].set_ylabel("latency")
     _legend(figure, panels)
@@ -438,6 +454,14 @@ def _spaced(values: Sequence[int]) -> list[int]:
         if math.log(value / spaced[-1]) >= _TICK_SPACE * math.log(values[-1] / values[0]) > 0:
             spaced.append(value)
     return spaced
+
+
+def _curves(rows: Rows, jobs: int) -> Rows:
+    """Return one row for each curve: if a drive has several, the one with this number of jobs, or else the fastest."""
+    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (row["jobs"] == jobs, row["gb_per_s"])):
+        found[_name(row, rows), row["op"], row["block_bytes"]] = row
+    return [row for row in rows if row is found[_name(row, rows), row["op"], row["block_bytes"]]]
 
 
 def _latencies(row: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -479,7 +503,7 @@ def _name(row: Mapping[str, Any], rows: Rows) -> str:
         values = {other.get(key) for other in others}
         # Stores and loads of a sweep have different mixes, but are in different panels.
         if len(values) > 1 and not (key == "mix" and values <= {"store", "load"}):
-            parts.append(text.format(row.get(key)))
+            parts.append("1 job" if (key, row.get(key)) == ("jobs", 1) else text.format(row.get(key)))
     return ", ".join(parts)
 
 

@@ -75,7 +75,7 @@ def _downloaded(name: str) -> Path:
     found = sorted(cache.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"), key=os.path.getmtime)
     if not found:
         raise ConfigError(
-            f"--model {name!r} is no file, and {cache} has no download of it. Get its configuration by 'hf download "
+            f"--model {name!r} is not a file, and {cache} has no download of it. Get its configuration: 'hf download "
             f"{name} config.json', or give the path of a config.json."
         )
     return found[-1]

@@ -102,7 +102,7 @@ class Target:
     def scratch(self) -> Path:
         """Return a directory on the tier's drive for baselines; it is removed at the end."""
         if self.directory is None:
-            raise ConfigError(f"A {self.tier.backend} tier has no local drive, so no drive can be measured beside it.")
+            raise ConfigError(f"A {self.tier.backend} tier has no local drive, so its drive cannot be measured.")
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=self.directory))
         return self._scratch

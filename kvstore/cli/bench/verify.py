@@ -47,7 +47,7 @@ def verify(
 
     With --reuse, blocks that an earlier 'verify --keep' (or 'run --keep') with the same --seed, --payload and
     --block-size left are not stored again: what lies there is what is compared. A block that differs, or whose record
-    does not verify, is named, and the exit status is 3. A block that is gone is no error: a cache may lose it.
+    does not verify, is named, and the exit status is 3. A missing block is not an error: a cache may lose it.
     Unless --keep is given, the blocks are removed in the end.
     """
     check_output(out, "--out")
