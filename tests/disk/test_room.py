@@ -273,3 +273,20 @@ async def test_segment_with_a_row_of_unknown_state_is_not_removed(tmp_path: Path
         await rig.session.space.share(root)
         assert {key for key, _ in rig.removed} == set(more)
         await rig.has_all(less)
+
+
+async def test_rows_of_another_root_stay_unsettled(tmp_path: Path) -> None:
+    """Each root settles its own rows, so that one that fails or freezes stops no other one."""
+    disk = NoRows()
+    async with opened([tmp_path / "a", tmp_path / "b"], 64, disk=disk, engine="threads") as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        await rig.put_new(4)
+        tables_writer, index = rig.session.tables, rig.session.index
+        disk.fails = True
+        await rig.backend.delete([info.key async for info in rig.backend.scan()])
+        await rig.put(rig.new(4))
+        disk.fails = False
+        before = {index.at(place)[0].root for place in tables_writer.unsettled}
+        await tables_writer.settle(0)
+        assert {index.at(place)[0].root for place in tables_writer.unsettled} == before - {0} != before
