@@ -437,3 +437,21 @@ async def test_engine_with_a_read_only_mount_finds_new_blocks(tmp_path: Path) ->
             values = await one.put_new(1)
             await follows(unseen, values)
             await unseen.has_all(values)
+
+
+async def test_read_of_a_segment_removed_meanwhile_is_a_miss(tmp_path: Path) -> None:
+    """Blocks of a segment that another engine removes are misses, and none of them counts as damaged or lost."""
+    disk = Paused(header_first=False)
+    async with opened(tmp_path, 256) as one, opened(tmp_path, 256, disk=disk, engine="threads") as two:
+        values = await one.put_new(8)
+        await follows(two, values)
+        disk.stops = True
+        loading = asyncio.create_task(two.outcomes_of(list(values)))
+        await asyncio.to_thread(disk.stopped.wait, 30)
+        (segment,) = one.session.index.segments.values()
+        one.session.roots[0].remove_segment(segment)
+        disk.goes_on.set()
+        assert await loading == [Outcome.MISS] * 8
+        await eventually_async(lambda: len(two.removed) == 8, what="the segment is gone")
+        assert {cause for _, cause in two.removed} == {RemovalCause.EVICTED}
+        assert not two.backend.stats().counters.get("stale_blocks", 0)

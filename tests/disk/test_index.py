@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.backends.disk import ages as ages_module
-from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.layout import PAGE, State, digest_of
+from kvstore.backends.disk.index import Index, RowChanges
+from kvstore.backends.disk.layout import PAGE, ROW, State, digest_of
 from kvstore.backends.disk.table import NOWHERE
 from tests.disk.bare_index import add, open_segment, read_segment, take
 
@@ -192,3 +192,28 @@ def test_a_key_is_not_held_by_a_longer_one() -> None:
     """A key that is the start of another one, with the same digest, is not found in its place."""
     segment, _ = read_segment((1, b"ab"))
     assert [segment.holds(0, key) for key in (b"a", b"ab", b"abc")] == [False, True, False]
+
+
+def test_block_in_three_other_engines_is_found_until_the_last_is_removed() -> None:
+    """Lookups find any remaining copy of a block, in whatever order the copies are removed."""
+    for order in itertools.permutations(range(3)):
+        index = Index(8)
+        copies = [read_segment((1, b"a"), is_ours=False) for _ in range(3)]
+        for segment, digests in copies:
+            index.follow(segment)
+            index.see(segment, digests, 0, 1)
+        for left, number in zip((2, 1, 0), order, strict=True):
+            segment = copies[number][0]
+            gone = RowChanges(np.arange(1), np.zeros(1, ROW), np.zeros(1, np.bool_))
+            assert index.update(segment, gone).removed == ([] if left else [b"a"])
+            assert (index.place(b"a") != NOWHERE) == bool(left)
+
+
+def test_segment_that_is_taken_has_no_second_copies() -> None:
+    """A block has one place after its segment is taken, so no memory is spent on a second one."""
+    index = Index(8)
+    theirs, digests = read_segment((1, b"a"), (1, b"b"), is_ours=False)
+    index.follow(theirs)
+    index.see(theirs, digests, 0, 2)
+    index.take_over(theirs, *read_segment((1, b"a"), (1, b"b")))
+    assert not index._doubled

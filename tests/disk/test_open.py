@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,23 @@ async def test_one_of_two_roots_refuses_direct_io(tmp_path: Path) -> None:
     async with opened([tmp_path / "direct", tmp_path / "buffered"], 64, disk=NoDirectThere()) as rig:
         await rig.has_all(await rig.put_new(48))
         assert len(list((tmp_path / "buffered").rglob("*.seg"))) > 1
+
+
+async def test_temporary_files_of_killed_starts_are_removed(tmp_path: Path) -> None:
+    """Unfinished descriptions of a start that was killed are gone after the next one."""
+    (tmp_path / "kv" / ".kvstore").mkdir(parents=True, mode=0o700)
+    (tmp_path / "kv" / NAMESPACE.hex).mkdir(mode=0o700)
+    unfinished = tmp_path / "kv" / NAMESPACE.hex / "namespace.json.tmp", tmp_path / "kv" / ".kvstore" / "disk.json.tmp"
+    for path in unfinished:
+        path.write_text("{")
+    async with opened(tmp_path / "kv", 64):
+        assert not list(tmp_path.rglob("*.tmp"))
+    assert (tmp_path / "kv" / NAMESPACE.hex / "namespace.json").exists()
+
+
+async def test_root_of_hard_links_is_refused_with_their_names(tmp_path: Path) -> None:
+    """The error for a copy by 'cp -al' names the file and its hard links, not the owner or mode."""
+    async with opened(tmp_path / "kv", 64) as rig:
+        await rig.put_new(1)
+    await asyncio.to_thread(subprocess.run, ["cp", "-al", str(tmp_path / "kv"), str(tmp_path / "copy")], check=True)
+    await refused(tmp_path / "copy", r"disk\.json.*one hard link.*without hard links")

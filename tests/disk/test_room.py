@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.root import Stored
+from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
@@ -236,3 +237,56 @@ async def test_block_that_was_being_stored_during_an_eviction_is_evicted_later(t
             assert await rig.backend.exists([key, *others]) == [True] + [False] * 15
         assert await space._evict(16, SLOT)
         assert await rig.backend.exists([key]) == [False]
+
+
+async def test_block_of_a_segment_taken_during_its_store_has_one_copy(tmp_path: Path) -> None:
+    """A store whose block arrives with a segment that is taken meanwhile frees its own slot, also on the disk."""
+    disk = HeldRows()
+    async with opened(tmp_path, 64, disk=disk, engine="threads") as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        async with opened(tmp_path, 64) as other:
+            values = await other.put_new(1)
+            disk.go.clear()
+            store = asyncio.create_task(rig.put(values))
+            await eventually_async(lambda: disk.waits, what="the row of the store")
+        await rig.session.space.take_segments(rig.session.roots[0], report=True)
+        disk.go.set()
+        assert await store == [Outcome.EXISTS]
+        await rig.backend.probe()
+        assert rig.backend.stats().gauges["free_slots"] == segment_bytes(tmp_path) // SLOT - 1
+        await rig.has_all(values)
+
+
+async def test_segment_with_a_row_of_unknown_state_is_not_removed(tmp_path: Path) -> None:
+    """To restore the capacity, an engine removes a segment whose rows are all known, even if it is used more."""
+    disk = NoRows()
+    async with opened(tmp_path, 64, disk=disk, engine="threads") as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        more, less = await rig.put_new(4), await rig.put_new(1)
+        disk.fails = True
+        assert await rig.put(rig.new(1)) == [Outcome.IO_ERROR]
+        disk.fails = False
+        (root,) = rig.session.roots
+        root.capacity = Capacity(4 * SLOT)
+        await rig.session.space.share(root)
+        assert {key for key, _ in rig.removed} == set(more)
+        await rig.has_all(less)
+
+
+async def test_rows_of_another_root_stay_unsettled(tmp_path: Path) -> None:
+    """Each root settles its own rows, so that one that fails or freezes stops no other one."""
+    disk = NoRows()
+    async with opened([tmp_path / "a", tmp_path / "b"], 64, disk=disk, engine="threads") as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        await rig.put_new(4)
+        tables_writer, index = rig.session.tables, rig.session.index
+        disk.fails = True
+        await rig.backend.delete([info.key async for info in rig.backend.scan()])
+        await rig.put(rig.new(4))
+        disk.fails = False
+        before = {index.at(place)[0].root for place in tables_writer.unsettled}
+        await tables_writer.settle(0)
+        assert {index.at(place)[0].root for place in tables_writer.unsettled} == before - {0} != before

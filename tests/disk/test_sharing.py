@@ -460,3 +460,19 @@ async def test_engines_that_come_and_go_share_the_space(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     asyncio.run(_run_engine(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+
+
+async def test_segment_released_after_its_engine_ended_is_taken_soon(tmp_path: Path) -> None:
+    """The kernel may keep the locks of an engine a little longer than its file; the next round takes its segments."""
+    async with opened(tmp_path, SLOTS) as taker:
+        root = taker.session.roots[0]
+        for task in taker.session._tasks:
+            task.cancel()
+        async with opened(tmp_path, SLOTS) as other:
+            values = await other.put_new(1)
+        with next(tmp_path.rglob("*.seg")).open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            await taker.session.space.take_segments(root, report=True)
+            assert taker.arrived == []
+        await taker.session.space.take_segments(root, report=True)
+        assert taker.arrived == list(values)

@@ -276,7 +276,16 @@ class Blocks:
         return Outcome.OK
 
     async def _lose(self, lost: Sequence[SlotRead]) -> None:
-        """Remove blocks whose slots hold other records: a power cut lost them, or the segment was changed by hand."""
+        """Remove blocks whose slots hold other records: a power cut lost them, or the segment was changed by hand.
+
+        Blocks of a segment that another engine has removed are reported by the next look at the directory.
+        """
+        tables = {op.place: self._index.at(op.place)[0].table.fd for op in lost}
+        disk = self._engine.disk
+        gone = await self._engine.call(
+            lambda: {place for place, fd in tables.items() if fd >= 0 and not disk.fstat(fd).st_nlink}
+        )
+        lost = [op for op in lost if op.place not in gone or self._is_ours(op.place)]
         keys = [op.read.key for op in lost if self._index.place(op.read.key) == op.place]
         removed = await self._remove(keys, State.FREE)
         self._counts["stale_blocks"] += len(removed)

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -24,6 +23,10 @@ _LOCK_TRIES_MAX: Final = 100
 """Attempts to lock a file that is removed between opening and locking."""
 
 
+class ForeignFileError(PermissionError):
+    """A file is another user's, has several hard links, or is not a regular one."""
+
+
 def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int, int]:
     """Open a regular file of this user with a single hard link; return its descriptor and length.
 
@@ -34,7 +37,7 @@ def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int,
     try:
         status = disk.fstat(fd)
         if not is_own_file(status):
-            raise PermissionError(errno.EPERM, "not a regular file of this user alone", name)
+            raise ForeignFileError(errno.EPERM, "not a regular file of this user with one hard link", name)
     except BaseException:
         disk.close(fd)
         raise
@@ -132,8 +135,8 @@ def read_json(disk: OsDisk, name: str, dir_fd: int) -> dict[str, Any] | None:
 
 
 def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> None:
-    """Replace a small JSON file; several engines may do so at once."""
-    replace_file(disk, name, f"{name}.{secrets.token_hex(4)}.tmp", dir_fd, [json.dumps(value).encode()])
+    """Replace a small JSON file. The caller holds the ledger, so a file of a killed start is written again here."""
+    replace_file(disk, name, f"{name}.tmp", dir_fd, [json.dumps(value).encode()])
 
 
 def replace_file(disk: OsDisk, name: str, tmp_name: str, dir_fd: int, parts: Iterable[bytes]) -> None:

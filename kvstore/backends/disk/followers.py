@@ -111,7 +111,7 @@ class Followers:
                 await self._enter(each)
             for each in gone:
                 await self._forget(each)
-            self._close_gone()
+            await self._close_gone()
             if watches is None:
                 await self._follow_new(report=report)
 
@@ -197,12 +197,13 @@ class Followers:
         del self._followed[followed.segment.id]
         self.gone.append(followed.segment)
 
-    def _close_gone(self) -> None:
+    async def _close_gone(self) -> None:
         """Close the files of segments that are gone, unless a read uses them; no look is running."""
         for segment in [segment for segment in self.gone if not self._index.is_read(segment)]:
-            segment.close()
             self._index.forget(segment)
             self.gone.remove(segment)
+            # The last close of a deleted file frees its space, and waits for a disk that is frozen.
+            await self._engine.call(segment.close)
 
     def _opened(self, known: Collection[int]) -> Iterator[tuple[Followed, Digests]]:
         """Yield segments that are not known, with the digests of their slots; on threads."""

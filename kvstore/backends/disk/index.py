@@ -61,7 +61,7 @@ class Index:
         self._table = DigestTable(expected)
         self._ids = itertools.count()
         self._readers: Counter[int] = Counter()
-        self._doubled: dict[int, int] = {}
+        self._doubled: dict[int, list[int]] = {}
         """Places of blocks of other engines, by digest, that are elsewhere, too, where lookups find them."""
         self._left_behind: set[int] = set()
         """Places without a block that are free once their last reader has ended."""
@@ -360,7 +360,7 @@ class Index:
                         self._table.set(digest, place)
                         news.added.append(key[:length])
                     else:
-                        self._doubled[digest] = place
+                        self._doubled.setdefault(digest, []).append(place)
             segment.generation_view[slot] = generation
         return news.net()
 
@@ -386,21 +386,22 @@ class Index:
     ) -> npt.NDArray[np.int64]:
         """Let lookups find the blocks in some slots; return the slots of those that are nowhere else."""
         is_new = self._table.add_all(digests[held], held + segment.first)
-        self._doubled.update(
-            zip(digests[held[~is_new]].tolist(), (held[~is_new] + segment.first).tolist(), strict=True)
-        )
+        elsewhere = held[~is_new]
+        elsewhere = elsewhere[self._table.find_all(digests[elsewhere]) != elsewhere + segment.first]
+        for digest, place in zip(digests[elsewhere].tolist(), (elsewhere + segment.first).tolist(), strict=True):
+            self._doubled.setdefault(digest, []).append(place)
         return held[is_new]
 
     def _remove(self, key: BlockKey, place: int, news: News) -> None:
         """Remove a block that another engine has removed, unless it is elsewhere, too."""
         digest = digest_of(key)
-        doubled = self._doubled.pop(digest, NOWHERE)
+        doubled = [each for each in self._doubled.pop(digest, ()) if each != place and self._is_there(each, key)]
         if self._table.remove(digest, place):
-            if self._is_there(doubled, key):
-                self._table.set(digest, doubled)
+            if doubled:
+                self._table.set(digest, doubled.pop())
             else:
                 news.removed.append(key)
-        elif doubled not in (NOWHERE, place):
+        if doubled:
             self._doubled[digest] = doubled
 
     def _is_there(self, place: int, key: BlockKey) -> bool:
@@ -424,8 +425,9 @@ class Index:
         doubled = held[self._table.find_all(digests[held]) != held + segment.first]
         segment.state[doubled], segment.age[doubled] = State.FREE, EMPTY
         for digest in digests[doubled].tolist():
-            if self._doubled.get(digest, NOWHERE) >> SLOT_BITS == segment.id:
-                del self._doubled[digest]
+            others = [place for place in self._doubled.pop(digest, ()) if place >> SLOT_BITS != segment.id]
+            if others:
+                self._doubled[digest] = others
         if self._shares is not None:
             self._shares.open_segment(segment)
         places: list[int] = (doubled + segment.first).tolist()

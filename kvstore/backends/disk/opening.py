@@ -11,7 +11,7 @@ from typing import Final
 from kvstore.backends.disk import directories, files
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.layout import FORMAT, LAYOUT_NAME
-from kvstore.backends.disk.ledger import LEDGER_NAME, READ_ONLY, LedgerBusyError
+from kvstore.backends.disk.ledger import LEDGER_NAME, READ_ONLY, LedgerBusyError, ledger_held
 from kvstore.backends.disk.members import Members
 from kvstore.backends.disk.older import empty_older
 from kvstore.backends.disk.root import Root
@@ -50,9 +50,10 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
                 )
             namespace_fd = entered(directories.enter(disk, namespace.hex, fd, path))
             # Blocks are readable without this file, so a full disk or a foreign object there must not prevent a start.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, LedgerBusyError):
                 if files.read_json(disk, "namespace.json", namespace_fd) is None:
-                    files.write_json(disk, "namespace.json", namespace_fd, namespace.document())
+                    with ledger_held(disk, state_fd):
+                        files.write_json(disk, "namespace.json", namespace_fd, namespace.document())
             size_bytes = config.capacity.size_bytes
             capacity = config.capacity if size_bytes is None else Capacity(size_bytes // len(config.paths))
             members = Members(disk, state_fd, namespace.digest)
@@ -65,6 +66,11 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
             raise BackendUnavailableError(
                 f"{path!r} is being emptied by another engine, because an older kvstore made it. Try again.",
                 backend="file",
+            ) from error
+        except files.ForeignFileError as error:
+            raise AbsentError(
+                f"'path' is {path!r}, where {error.filename!r} is {error.strerror}. Copy the directory without hard "
+                "links, as its owner, or name another directory."
             ) from error
         except OSError as error:
             if error.errno in READ_ONLY | {errno.EPERM}:

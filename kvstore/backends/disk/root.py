@@ -48,7 +48,7 @@ from kvstore.backends.disk.layout import (
     stem_of,
     table_number,
 )
-from kvstore.backends.disk.ledger import ledger_held
+from kvstore.backends.disk.ledger import LedgerBusyError, ledger_held
 from kvstore.backends.disk.members import Member, Members, is_locked
 from kvstore.backends.disk.segment import HeldFile, OpenFile, Segment, Table
 from kvstore.config import Capacity
@@ -126,9 +126,10 @@ class Root:
         document = {"format": FORMAT, "roots": count}
         found = files.read_json(self.disk, LAYOUT_NAME, self.state_fd)
         # A root that is not new is usable with another number, also on a full disk.
-        with contextlib.suppress(*(() if found is None else (OSError,))):
+        with contextlib.suppress(LedgerBusyError, *(() if found is None else (OSError,))):
             if found != document:
-                files.write_json(self.disk, LAYOUT_NAME, self.state_fd, document)
+                with ledger_held(self.disk, self.state_fd):
+                    files.write_json(self.disk, LAYOUT_NAME, self.state_fd, document)
 
     def enter(self, digest: bytes) -> None:
         """Open the directory of another namespace, if there is one.
@@ -153,8 +154,9 @@ class Root:
             OSError: The disk fails.
         """
         with ledger_held(self.disk, self.state_fd):
-            ours = [each for each in self._stored() if each.namespace == self.digest.hex()]
-            return [int(each.stem) for each in ours if self._is_held(each)]
+            stored = [each for each in self._stored() if each.namespace == self.digest.hex()]
+            ours = self._held_here()
+            return [int(each.stem) for each in stored if self._is_held(each, ours)]
 
     def take_segments(self, held_bytes: int) -> Iterator[tuple[Segment, Digests]]:
         """Yield segments of the namespace that no engine held and this one holds now, up to its share of the space.
@@ -170,7 +172,8 @@ class Root:
         stored = self._stored()
         with ledger_held(self.disk, self.state_fd):
             unheld = self._unheld(stored, others)
-        self._looked, self._looked_at = found, now
+        # After a change it looks twice: an engine that has ended may hold its segments a little longer than its file.
+        self._looked, self._looked_at = found, now if found == self._looked else 0.0
         share = (self._free_bytes(stored) + _size_of(stored)) // (len(others) + 1)
         spare = _size_of(unheld) - _asked_bytes(others, held_bytes)
         for each in sorted(each for each in unheld if each.namespace == self.digest.hex()):
@@ -386,12 +389,8 @@ class Root:
         The caller holds the ledger, because the lock of a segment can't be taken while another engine looks at it.
         """
         in_use = {self.digest.hex(), *(each.namespace for each in others)}
-        ours = {stem_of(each.number) for each in self._open.copy() if each.is_ours and each.file.fd >= 0}
-        unheld = [
-            each
-            for each in stored
-            if not (each.namespace == self.digest.hex() and each.stem in ours) and not self._is_held(each)
-        ]
+        ours = self._held_here()
+        unheld = [each for each in stored if not self._is_held(each, ours)]
         return sorted(unheld, key=lambda each: (each.namespace in in_use, self._changed_at(each)))
 
     def _changed_at(self, stored: Stored) -> float:
@@ -400,7 +399,14 @@ class Root:
             return self.disk.stat(stored.stem + ".tab", namespace_fd).st_mtime
         return 0.0
 
-    def _is_held(self, stored: Stored) -> bool:
+    def _held_here(self) -> set[tuple[str, str]]:
+        """Return namespace and stem of the segments that this engine holds."""
+        ours = [each for each in self._open.copy() if each.is_ours and each.file.fd >= 0]
+        return {(self.digest.hex(), stem_of(each.number)) for each in ours}
+
+    def _is_held(self, stored: Stored, ours: Collection[tuple[str, str]]) -> bool:
+        if stored[:2] in ours:
+            return True
         # One that can't be opened is another user's, damaged, or has just been removed.
         with (
             contextlib.suppress(OSError),
