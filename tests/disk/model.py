@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.disk.ledger import LedgerBusyError
 from kvstore.backends.disk.session import Session
+from kvstore.backends.disk.table import NOWHERE
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendError
@@ -282,6 +283,8 @@ class World:
             if key in engine.held and key not in own:
                 self._check(cause is RemovalCause.EVICTED, f"{key!r} was removed: {cause}")
                 engine.doubt([key])
+        # An evicted block that another engine holds as well is not reported.
+        engine.doubt([key for key in engine.held - own if engine.session.index.place(key) != NOWHERE])
         given_up = engine.rig.backend.stats().counters["segments_given_up"]
         if given_up != engine.given_up:
             # Another engine may take the segment with its blocks.

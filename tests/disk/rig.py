@@ -115,12 +115,14 @@ class BadDisk(OsDisk):
     bad = ""
     error = errno.EIO
     gate: threading.Event | None = None  # If there is one, calls wait for it and don't fail.
+    waiting = 0  # Calls that have waited or wait.
 
     def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         if op in self.ops and (op != "open" or (args[1] & os.O_CREAT and args[0].startswith(self.name))):
             fd = kwargs.get("dir_fd", kwargs.get("src_dir_fd", args[0]))
             if self.bad in os.readlink(f"/proc/self/fd/{fd}"):
                 if self.gate is not None:
+                    self.waiting += 1
                     assert self.gate.wait(30)
                     return super().syscall(op, function, *args, **kwargs)
                 raise OSError(self.error, os.strerror(self.error))

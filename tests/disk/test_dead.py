@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
+from kvstore.diskio import OsDisk
 from kvstore.errors import BackendError, BackendUnavailableError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
@@ -76,6 +78,30 @@ async def test_dead_root_fails_no_probe_and_no_upkeep_of_another(tmp_path: Path)
         disk.ops = ()
         await rig.has_all(await rig.put_new(4))
         assert not rig.backend.stats().is_lost
+
+
+async def test_unexpected_error_ends_no_upkeep(tmp_path: Path) -> None:
+    """A duty that fails for an unknown reason is tried again, and the other duties go on."""
+
+    class Odd(OsDisk):
+        fails = True
+
+        def statvfs(self, fd: int) -> os.statvfs_result:
+            if self.fails:
+                raise ValueError("a defect")
+            return super().statvfs(fd)
+
+    disk = Odd()
+    disk.fails = False
+    async with opened(tmp_path, 256, disk=disk) as rig:
+        await rig.put_new(16)
+        disk.fails = True
+        await eventually_async(lambda: rig.backend.stats().counters.get("upkeep_errors", 0) > 1, what="a duty fails")
+        for table in tables(tmp_path):
+            table.unlink()
+        await eventually_async(lambda: len(rig.removed) == 16, what="lost segments are dropped")
+        disk.fails = False
+        await rig.has_all(await rig.put_new(16))
 
 
 async def test_close_while_everything_fails(tmp_path: Path) -> None:

@@ -300,14 +300,17 @@ async def test_block_of_two_other_engines_is_found_until_both_have_removed_it(tm
 
 
 async def test_frozen_root_stops_no_other_one(tmp_path: Path) -> None:
-    """While a call on one root hangs, new blocks in another one are found, and lost segments there are noticed."""
+    """While a call on one root hangs, probes pass, new blocks elsewhere are found, and lost segments noticed."""
     roots, disk, gate = [tmp_path / "a", tmp_path / "b"], BadDisk(), threading.Event()
     async with opened(roots, 256, disk=disk) as reader, opened(roots[1], 128) as writer:
         own = await reader.put_new(128)
-        disk.ops, disk.bad, disk.gate = ("scandir", "fstat"), str(roots[0]), gate
+        disk.ops, disk.bad, disk.gate = ("scandir", "fstat", "statvfs"), str(roots[0]), gate
         try:
             values = await writer.put_new(20)
             await follows(reader, values)
+            await eventually_async(lambda: disk.waiting > 0, what="a call hangs")
+            async with asyncio.timeout(20):
+                await reader.backend.probe()
             lost = set(reader.session.index.segments_in(1))
             numbers = {each.number for each in lost}
             for table in tables(roots[1]):
@@ -418,6 +421,24 @@ async def test_block_in_two_engines_is_found_until_both_have_evicted_it(tmp_path
         assert await one.backend.delete(list(values)) == [True]
         await asyncio.sleep(0.1)
         await two.has_all(values)
+
+
+async def test_block_that_was_evicted_here_is_found_in_another_engine(tmp_path: Path) -> None:
+    """After an engine has evicted its copy of a block, it loads the other engine's, and reports no removal."""
+    disk = Silent()
+    async with opened(tmp_path, 256, disk=disk, engine="threads") as one, opened(tmp_path, 256) as two:
+        # The other engine reads the table of these blocks, and is not told of those that follow.
+        await follows(two, await one.put_new(1))
+        disk.is_silent = True
+        values = one.new(2)
+        assert [await rig.put(values) for rig in (one, two)] == [[Outcome.OK] * 2] * 2
+        await two.session.tables.end()
+        await one.session.followers[0].refresh()
+        ours = [one.session.index.place(key) for key in values]
+        while any(one.session.index.place(key) in ours for key in values):
+            await one.put_new(32)
+        await one.has_all(values)
+        assert not {key for key, _ in one.removed} & set(values)
 
 
 class Unseen(OsDisk):

@@ -41,6 +41,8 @@ async def test_row_of_each_engine_is_read_again(tmp_path: Path) -> None:
     async with opened(tmp_path, 256) as one, opened(tmp_path, 256) as two, opened(tmp_path, 256) as reader:
         stored = [(rig, list(await rig.put_new(2))) for rig in (one, two)]
         keys = [key for _, some in stored for key in some]
+        for rig, _ in stored:
+            await rig.session.tables.end()
         await reader.session.followers[0].refresh()
 
         async def free_some() -> None:

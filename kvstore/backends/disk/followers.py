@@ -92,7 +92,7 @@ class Followers:
                     poll_at = loop.time() + _POLL_S
                     await self._engine.call(partial(self._report_uses, list(self._followed.values())))
                 await self.refresh(None if is_poll else watches)
-            except OSError as error:
+            except Exception as error:  # The next look may succeed.
                 _log.debug("the tables of other engines could not be read: %s", error)
             await asyncio.sleep(_PAUSE_S)
 

@@ -300,13 +300,20 @@ class Index:
             if self._doubled:
                 self._doubled.pop(digest, None)
 
-    def leave(self, places: Sequence[int], state: int = State.FREE) -> None:
-        """Remove departed blocks, after their rows were written; free their slots, or retire them."""
-        self.hide(places)
+    def leave(self, places: Sequence[int], state: int = State.FREE) -> list[BlockKey]:
+        """Remove departed blocks, after their rows were written; free their slots, or retire them.
+
+        Returns:
+            The keys of those that lookups found here, and find nowhere else.
+        """
+        news = News([], [])
         for place in places:
+            segment, slot = self.at(place)
+            self._remove(segment.key(slot), place, news)
             self.settle(place, state)
         if self._failing:
             self._evicted_in_vain += len(places)
+        return news.removed
 
     def settle(self, place: int, state: int) -> None:
         """Give a slot without a block the state that its row has now, and free it if that is free."""
@@ -393,7 +400,7 @@ class Index:
         return held[is_new]
 
     def _remove(self, key: BlockKey, place: int, news: News) -> None:
-        """Remove a block that another engine has removed, unless it is elsewhere, too."""
+        """Remove a block, unless it is elsewhere, too; then lookups find it there."""
         digest = digest_of(key)
         doubled = [each for each in self._doubled.pop(digest, ()) if each != place and self._is_there(each, key)]
         if self._table.remove(digest, place):

@@ -73,6 +73,7 @@ class Session:
         tenants: Tenants | None = None,
     ) -> None:
         self.roots: list[Root] = []
+        self.followers = []
         self.disk = disk
         self.config = config
         self._counts = counts
@@ -113,17 +114,22 @@ class Session:
 
     async def close(self, timeout_s: float) -> None:
         """Finish all pending writes and close everything, if the disk responds."""
-        for task in self._tasks:
-            # What it began continues, and may hold locks.
-            task.cancel()
+        self._stop()
         await _for_a_while(self._end(), timeout_s)
         await self._release(timeout_s)
 
     def close_late(self) -> None:
         """Close the files once the last thread has left the kernel, without waiting for that."""
+        self._stop()
+        self.engine.release(self._files.close)
+
+    def _stop(self) -> None:
+        """End upkeep. What it began continues, and may hold locks."""
         for task in self._tasks:
             task.cancel()
-        self.engine.release(self._files.close)
+        for each in self.followers:
+            # Here, because the files may be closed on a thread, and a loop's readers are its own.
+            each.close()
 
     async def _end(self) -> None:
         await self.space.close()
@@ -170,8 +176,6 @@ class Session:
         self.index = Index(slots_max, self._tenants)
         self.tables = TableWriter(self.engine, self.index, self._is_alone, durable=durable)
         self.followers = [Followers(self.engine, root, self.index, self._report) for root in self.roots]
-        for each in self.followers:
-            self._files.callback(each.close)
         self.notes = SegmentNotes(self.engine, self.roots, self.index)
         self.space = Space(
             self.engine, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
@@ -202,7 +206,7 @@ class Session:
                 try:
                     with contextlib.suppress(LedgerBusyError):
                         await duty()
-                except OSError as error:
+                except Exception as error:  # A failing duty must not end the others.
                     level = logging.DEBUG if self._counts[f"upkeep_{name}_errors"] else logging.WARNING
                     _log.log(level, "upkeep (%s) failed: %s", name, error)
                     self._counts[f"upkeep_{name}_errors"] += 1
@@ -221,20 +225,27 @@ class Session:
         }
 
     async def probe(self) -> None:
-        """Write the rows that could not be written so far, and see whether the disks answer.
+        """Write the rows that could not be written so far, and see whether a disk answers.
 
         Raises:
             OSError: Every root fails.
         """
-        errors: list[OSError] = []
-        for root in self.roots:
-            try:
-                await self.tables.settle(root.position)
-                await self.engine.call(root.free_bytes)
-            except OSError as error:
-                errors.append(error)
-        if len(errors) == len(self.roots):
+        # All at once, because a frozen root doesn't answer.
+        pending = {asyncio.get_running_loop().create_task(self._probe(root)) for root in self.roots}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                errors = [error for task in done if (error := task.exception()) is not None]
+                if len(errors) < len(done):
+                    return
             raise errors[0]
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def _probe(self, root: Root) -> None:
+        await self.tables.settle(root.position)
+        await self.engine.call(root.free_bytes)
 
     @property
     def removed(self) -> bool:
@@ -264,9 +275,8 @@ class Session:
             self._removed.add(root.position)
 
     async def _release(self, timeout_s: float) -> None:
+        self._stop()
         if self._tasks:
-            for task in self._tasks:
-                task.cancel()
             await asyncio.wait(self._tasks, timeout=timeout_s)
         if await self.engine.close(timeout_s):
             self._files.close()

@@ -7,6 +7,7 @@ first; its locks are released once no operation runs on any of its slots.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import Counter
@@ -42,6 +43,9 @@ _ASK_AGAIN_S: Final = 1.0
 
 _ASKING_S: Final = 10.0
 """Time after a store for which an engine without room asks for some: its breaker may stop stores for up to 30 s."""
+
+_FROZEN_S: Final = 2.0
+"""Time after which a root that makes no segment is left out, if there are others."""
 
 _QUIET_TRIES: Final = 50
 _QUIET_PAUSE_S: Final = 0.01
@@ -232,24 +236,19 @@ class Space:
 
     async def _make(self, length: int) -> bool:
         """Make a segment, or take one that no engine holds; the caller holds ``_growing``."""
-        held = {root.position: self._held_bytes(root) for root in self._roots}
 
         def rank(root: Root) -> tuple[bool, int]:
-            return self._changing[root.position].locked(), held[root.position]
+            return self._changing[root.position].locked(), self._held_bytes(root)
 
         errors: list[Exception] = []
         # The root with the least segments or, if it is busy, full or failing, another one.
         for root in sorted(self._roots, key=rank):
-            get = partial(root.get_segment, length, self._segment_bytes // length, held[root.position])
-            async with self._changing[root.position]:
-                try:
-                    got = await self._engine.call(get)
-                except (OSError, LedgerBusyError) as error:
-                    errors.append(error)
-                    continue
-                if got is not None:
-                    self._admit(*got, report=True)
-            if got is not None:
+            try:
+                got = await self._get_segment(root, length)
+            except (OSError, LedgerBusyError) as error:
+                errors.append(error)
+                continue
+            if got:
                 self._failing_since = 0.0
                 self._lacks_room = False
                 self._counts["segments_added"] += 1
@@ -261,6 +260,32 @@ class Space:
         self._lacks_room = True
         self._length = length
         return False
+
+    async def _get_segment(self, root: Root, length: int) -> bool:
+        """Make a segment in a root, or take one; False if there is no room.
+
+        Raises:
+            OSError: The disk fails; or the root is frozen, and there are others. It then goes on when it can.
+            LedgerBusyError: Another engine holds the ledger.
+        """
+        lock = self._changing[root.position]
+
+        async def get() -> bool:
+            try:
+                count, held_bytes = self._segment_bytes // length, self._held_bytes(root)
+                got = await self._engine.call(partial(root.get_segment, length, count, held_bytes))
+                if got is not None:
+                    self._admit(*got, report=True)
+                return got is not None
+            finally:
+                lock.release()
+
+        try:
+            async with asyncio.timeout(_FROZEN_S if len(self._roots) > 1 else None):
+                await lock.acquire()
+                return await asyncio.shield(self._start(get()))
+        except TimeoutError as error:
+            raise OSError(errno.ETIMEDOUT, f"{root.path} does not answer") from error
 
     async def _take_from(self, root: Root, *, report: bool) -> None:
         async with self._changing[root.position]:
@@ -372,10 +397,11 @@ class Space:
                 fails = index.note_failures(failed)
                 self._failure = next(iter(failed.values()), None)
                 gone = [place for place in keys if place not in failed]
-                index.leave(gone)
+                left = index.leave(gone)
             if gone:
                 self._counts["evicted_blocks"] += len(gone)
-                self._on_removed([keys[place] for place in gone], RemovalCause.EVICTED)
+            if left:
+                self._on_removed(left, RemovalCause.EVICTED)
         if failed and fails:
             raise next(iter(failed.values()))
         return True
