@@ -10,6 +10,7 @@ import errno
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -21,21 +22,32 @@ from kvstore.runtime.workers import to_the_end
 _ENTRIES: Final = 256
 """Most operations in flight; eight times as many as saturate an NVMe drive with small blocks."""
 
-_IN_FLIGHT_BYTES_MAX: Final = {Precedence.LOAD: 24 << 20, Precedence.STORE: 64 << 20}
-_IN_FLIGHT_BYTES_FIRST: Final = 16 << 20
-_IN_FLIGHT_BYTES_MIN: Final = 1 << 20
-"""Limits of bytes in flight, for loads and for stores each. A drive writes 64 MiB in about 20 ms, the longest wait of a
-new load in the drive's queue. Loads have a lower limit: concurrent operations end together and are verified only then,
-which delays a job's last blocks. A slow drive gets a lower limit: submitted operations can't be cancelled, and a job is
-reported only when its operations have ended."""
 
-_FAST_S: Final = 0.1
-_SLOW_S: Final = 0.5
-"""An operation faster than ``_FAST_S`` raises the limit of bytes in flight; one slower than ``_SLOW_S`` halves it."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a ring that are no options; tests pass others."""
 
-_SUBMIT_BYTES: Final = 4 << 20
-"""Approximate bytes submitted in one turn of the loop. To pin their pages takes the kernel a quarter of a millisecond
-if they are small."""
+    # Limits of bytes in flight, for loads and for stores each. A drive writes 64 MiB in about 20 ms, the longest wait
+    # of a new load in the drive's queue. Loads have a lower limit: concurrent operations end together and are verified
+    # only then, which delays a job's last blocks. A slow drive gets a lower limit: submitted operations can't be
+    # cancelled, and a job is reported only when its operations have ended.
+    load_bytes_max: int = 24 << 20
+    store_bytes_max: int = 64 << 20
+    bytes_first: int = 16 << 20
+    bytes_min: int = 1 << 20
+    # An operation faster than the first raises the limit of bytes in flight; one slower than the second halves it.
+    fast_s: float = 0.1
+    slow_s: float = 0.5
+    # Approximate bytes submitted in one turn of the loop. To pin their pages takes the kernel a quarter of a
+    # millisecond if they are small.
+    submit_bytes: int = 4 << 20
+
+    def bytes_max(self, precedence: Precedence) -> int:
+        """Return the most bytes in flight of one precedence."""
+        return self.load_bytes_max if precedence is Precedence.LOAD else self.store_bytes_max
+
+
+LIMITS: Final = Limits()
 
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _BUSY_PAUSE_S: Final = 0.0005
@@ -44,7 +56,7 @@ _BUSY_PAUSE_S: Final = 0.0005
 _NUMBER_BITS: Final = 32
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 
-_at_work: Final[set[LoopRing]] = set()
+rings_at_work: Final[set[LoopRing]] = set()
 """Rings with operations in flight. This reference keeps them and all memory in use alive until the kernel is done, even
 if the loop ends before, as it may with a frozen disk."""
 
@@ -67,7 +79,8 @@ class _Batch:
 class LoopRing:
     """An io_uring for the thread of one running event loop; created there. Raises OSError if unavailable."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self._limits = limits
         self._ring = Ring(_ENTRIES)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ring.event_fd, self._completed)
@@ -75,10 +88,15 @@ class LoopRing:
         self._batches: dict[int, _Batch] = {}
         self._queues: dict[Precedence, deque[_Batch]] = {precedence: deque() for precedence in Precedence}
         self._bytes = dict.fromkeys(Precedence, 0)
-        self._bytes_max = dict.fromkeys(Precedence, _IN_FLIGHT_BYTES_FIRST)
+        self._bytes_max = dict.fromkeys(Precedence, limits.bytes_first)
         self._slowed_at = dict.fromkeys(Precedence, 0.0)
         self._in_flight = 0
         self._resume: asyncio.Handle | None = None
+
+    def __repr__(self) -> str:
+        """Show the operations in flight and, per precedence, their bytes and the limit of them."""
+        held = ", ".join(f"{each.name} {self._bytes[each]}/{self._bytes_max[each]} B" for each in Precedence)
+        return f"LoopRing({self._in_flight} operations in flight of {len(self._batches)} batches, {held})"
 
     async def run(
         self, sqes: npt.NDArray[Any], sizes: Sequence[int], *, precedence: Precedence, keep: object = None
@@ -123,7 +141,7 @@ class LoopRing:
 
     def _submit(self) -> None:
         """Submit as many operations as the limits allow in one turn of the loop."""
-        budget_bytes = _SUBMIT_BYTES
+        budget_bytes = self._limits.submit_bytes
         for precedence, queue in self._queues.items():
             while queue:
                 batch = queue[0]
@@ -148,7 +166,7 @@ class LoopRing:
                 if batch.submitted == len(batch.sqes):
                     queue.popleft()
                 if self._in_flight:
-                    _at_work.add(self)
+                    rings_at_work.add(self)
                 if taken < count:
                     if not self._in_flight:
                         self._submit_again(_BUSY_PAUSE_S)
@@ -191,7 +209,7 @@ class LoopRing:
             self._adapt(batch, batch.sizes[place])
             self._end_if_done(batch)
         if not self._in_flight:
-            _at_work.discard(self)
+            rings_at_work.discard(self)
         if any(self._queues.values()):
             self._submit()
 
@@ -199,12 +217,12 @@ class LoopRing:
         """Adapt the limit of bytes in flight to the duration of an operation."""
         precedence, now = batch.precedence, self._loop.time()
         took_s = now - batch.submitted_at
-        if took_s < _FAST_S:
+        if took_s < self._limits.fast_s:
             self._bytes_max[precedence] = min(
-                _IN_FLIGHT_BYTES_MAX[precedence], self._bytes_max[precedence] + size_bytes
+                self._limits.bytes_max(precedence), self._bytes_max[precedence] + size_bytes
             )
-        elif took_s > _SLOW_S and now - self._slowed_at[precedence] > _SLOW_S:
-            self._bytes_max[precedence] = max(_IN_FLIGHT_BYTES_MIN, self._bytes_max[precedence] // 2)
+        elif took_s > self._limits.slow_s and now - self._slowed_at[precedence] > self._limits.slow_s:
+            self._bytes_max[precedence] = max(self._limits.bytes_min, self._bytes_max[precedence] // 2)
             self._slowed_at[precedence] = now
 
     def _drop(self, batch: _Batch) -> None:

@@ -154,6 +154,10 @@ class ProcessChannel:
         self._remedy = "The tier is closed; open a new one to continue."
         leave_at_fork(self)
 
+    def __repr__(self) -> str:
+        """Show the tier, its child and how much the child has not read."""
+        return f"ProcessChannel({self._spec.name!r}, {self._connection}, {len(self._outgoing)} bytes unsent)"
+
     @property
     def pid(self) -> int | None:
         return self._connection.pid if self._connection else None
@@ -383,6 +387,10 @@ class ChildConnection:
             self.end()
             raise BackendUnavailableError("its I/O process ended immediately", backend=self._name) from error
         self._socket.setblocking(False)
+
+    def __repr__(self) -> str:
+        """Show the child and what was received from it."""
+        return f"ChildConnection(pid {self.pid}, {self._unpacker})"
 
     def read(self) -> list[ChildMessage] | None:
         """Return the messages that have arrived; None at the end of the socket."""

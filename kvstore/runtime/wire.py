@@ -105,6 +105,10 @@ class Unpacker:
         self._buffer = bytearray()
         self.frames = 0  # Number of complete frames so far.
 
+    def __repr__(self) -> str:
+        """Show the number of complete frames, and the bytes of the next."""
+        return f"Unpacker({self.frames} frames and {len(self._buffer)} bytes)"
+
     def feed(self, data: bytes) -> list[Any]:
         """Return the messages completed by these bytes.
 

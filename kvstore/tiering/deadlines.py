@@ -20,6 +20,10 @@ class Deadlines(Generic[_K]):
         self._heap: list[tuple[float, _K]] = []
         """Each key has an entry no later than its deadline; other entries are outdated."""
 
+    def __repr__(self) -> str:
+        """Show the number of keys, and of entries in memory, some of them outdated."""
+        return f"Deadlines({len(self._ends)} keys, {len(self._heap)} entries)"
+
     def __len__(self) -> int:
         return len(self._ends)
 

@@ -49,6 +49,10 @@ class JobTable:
         self._deadlines: Deadlines[int] = Deadlines()
         self._last_id = 0
 
+    def __repr__(self) -> str:
+        """Show the number of jobs, and how much memory the deadlines of loads take."""
+        return f"JobTable({len(self.by_id)} jobs, {self._deadlines})"
+
     def __len__(self) -> int:
         return len(self.by_id)
 

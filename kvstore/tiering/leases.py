@@ -45,6 +45,10 @@ class Pins(Part):
         """Outstanding fetches of each block held only for fetches."""
         self.refused_blocks = 0  # Blocks not held because the share was used up.
 
+    def __repr__(self) -> str:
+        """Show how many leases there are, and how much memory their ends take."""
+        return f"Pins({len(self._lengths)} leases, {self._ends})"
+
     def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
         """Hold the READY blocks among ``keys``; None: for the longest lease."""
         for key in self._hold(keys, lease_s):
@@ -149,6 +153,10 @@ class Retention(Part):
         self._seconds_max = core.config.pin_lease_s
         self._clock = core.clock
         self._ends: Deadlines[BlockKey] = Deadlines()
+
+    def __repr__(self) -> str:
+        """Show how many priorities there are, and how much memory their ends take."""
+        return f"Retention({self._ends})"
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Give blocks that a request stores or uses the priorities of its policy."""

@@ -15,6 +15,7 @@ from kvstore.testing.records import CANARY
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, LookupResult, RequestContext
+from tests.tiering.parts import Parts
 
 SLOT_BYTES = 512
 SLOTS = 64
@@ -51,15 +52,14 @@ class Rig:
         self.primary = PrimaryTier(self.memory, SLOT_BYTES)
         config = TieringConfig(wait_s_max=30.0, promotion_share=1.0)
         self.manager = TieringManager(self.primary, self.tiers, config)
-        hedges, gate = self.manager._hedges, self.manager._gate
-        assert hedges is not None and gate is not None
-        self.hedges = hedges
-        hedges.blocks_max = 4
+        parts = Parts(self.manager)
+        self.hedges = parts.hedges
+        self.hedges.blocks_max = 4
         # Timings on a busy machine must not matter here: every load that lasts for a step is hedged.
-        gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
+        parts.gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
         self.keys = [b"key-%04d" % number for number in range(BLOCKS)]
         self._requests = itertools.count()
-        self._blank()
+        self.make_blank()
 
     def request(self) -> RequestContext:
         """Begin a request that stores nothing."""
@@ -83,7 +83,7 @@ class Rig:
         """Drop all blocks from the primary tier only."""
         for key in self.keys:
             self.primary.remove(key)
-        self._blank()
+        self.make_blank()
 
     def step(self) -> None:
         """Check the slots that tiers may not touch, make a step with room for hedges, and check them again."""
@@ -91,7 +91,7 @@ class Rig:
         self.hedges.budget = 4.0
         self.manager.on_step_end()
         self.check()
-        self._blank()
+        self.make_blank()
 
     def rest(self) -> None:
         """Step until no I/O is in flight; also release calls that stalled after their plan was cleared."""
@@ -141,7 +141,7 @@ class Rig:
         assert self.manager.close(30.0)
         self.check()
 
-    def _blank(self) -> None:
+    def make_blank(self) -> None:
         self.blank = [slot for slot in range(SLOTS) if self.primary.state_of(slot) is SlotState.FREE]
         for slot in self.blank:
             self.primary.row(slot)[:] = bytes([CANARY]) * SLOT_BYTES
@@ -203,7 +203,7 @@ def test_a_reset_while_both_load() -> None:
     rig.manager.lookup(rig.keys[0], ctx)
     eventually(lambda: (rig.step(), rig.plans[0].stalled and rig.plans[1].stalled)[1])
     assert not rig.manager.reset(0.05)
-    rig._blank()
+    rig.make_blank()
     assert rig.manager.stats().primary.abandoned == 2
     rig.plans[1].clear()
     eventually(lambda: (rig.step(), rig.manager.stats().primary.abandoned == 1)[1])

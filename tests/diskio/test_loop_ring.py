@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.diskio import OsDisk, Transfer, TransferEngine, loop_ring
-from kvstore.diskio.loop_ring import LoopRing
+from kvstore.diskio.loop_ring import LIMITS, Limits, LoopRing
 from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, Ring
 from kvstore.runtime.limits import Precedence
 from kvstore.testing.seeds import fresh_seed
@@ -31,8 +31,8 @@ async def ring() -> AsyncIterator[LoopRing]:
     """A ring of the test's loop."""
     ring = LoopRing()
     yield ring
-    await eventually_async(lambda: not ring._in_flight, what="the kernel has done")
-    assert ring not in loop_ring._at_work
+    await eventually_async(lambda: is_idle(ring), what="the kernel has done")
+    assert ring not in loop_ring.rings_at_work
     ring.close()
     ring.close()
 
@@ -44,6 +44,12 @@ async def pipe() -> AsyncIterator[tuple[int, int]]:
     yield ends
     for end in ends:
         os.close(end)
+
+
+def is_idle(ring: LoopRing) -> bool:
+    """Return whether a ring has no operations and no batches, and counts no bytes in flight."""
+    shown = repr(ring)
+    return "(0 operations in flight of 0 batches" in shown and all(f"{each.name} 0/" in shown for each in Precedence)
 
 
 def nops(count: int) -> npt.NDArray[Any]:
@@ -91,9 +97,7 @@ async def test_more_operations_than_fit_in_flight(ring: LoopRing) -> None:
     ]
     found = await asyncio.gather(*runs)
     assert found == [[0] * n for n in lengths], seed
-    assert not ring._batches
-    assert ring._in_flight == 0
-    assert set(ring._bytes.values()) == {0}
+    assert is_idle(ring)
 
 
 async def test_each_operation_has_its_own_result(ring: LoopRing) -> None:
@@ -110,13 +114,13 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
     watched = Submissions(monkeypatch, lambda count: None)
     buffers = np.zeros((8, 1), np.uint8)
     sqes, iovecs = reads_of(pipe[0], buffers)
-    half = loop_ring._IN_FLIGHT_BYTES_FIRST // 2
+    half = LIMITS.bytes_first // 2
     store = asyncio.create_task(ring.run(sqes, [half] * 8, precedence=Precedence.STORE, keep=iovecs))
-    await eventually_async(lambda: ring._in_flight == 2, what="two are submitted, a turn each")
+    await eventually_async(lambda: "(2 operations" in repr(ring), what="two are submitted, a turn each")
     for _ in range(10):
         await asyncio.sleep(0)
     assert watched.counts == [1, 1], "two of them are all that may be in flight"
-    assert ring in loop_ring._at_work
+    assert ring in loop_ring.rings_at_work
     assert await ring.run(nops(3), [half] * 3, precedence=Precedence.LOAD) == [0] * 3
     assert not store.done()
     os.write(pipe[1], bytes(range(1, 9)))
@@ -126,22 +130,27 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
 
 async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
     """An operation longer than the in-flight limit waits only for others of its kind."""
-    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Precedence.STORE]
+    size = 3 * LIMITS.store_bytes_max
     assert await ring.run(nops(4), [size] * 4, precedence=Precedence.STORE) == [0] * 4
 
 
-async def test_slow_drive_shrinks_the_limit_in_flight(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As operations slow down, the limit in flight shrinks to a minimum; a fast drive's limit grows again."""
-    monkeypatch.setattr(loop_ring, "_FAST_S", -1.0)
-    monkeypatch.setattr(loop_ring, "_SLOW_S", -1.0)
-    for _ in range(10):
+@pytest.mark.parametrize(
+    ("limits", "operations", "loads_max"),
+    [
+        (Limits(fast_s=-1.0, slow_s=-1.0), 10, LIMITS.bytes_min),
+        (Limits(fast_s=3600.0), 70, LIMITS.load_bytes_max),
+        (Limits(fast_s=-1.0, slow_s=3600.0), 10, LIMITS.bytes_first),
+        (Limits(fast_s=3600.0, bytes_first=LIMITS.bytes_min), 70, LIMITS.load_bytes_max),
+    ],
+    ids=["slow", "fast", "neither", "fast after slow"],
+)
+async def test_limit_in_flight_follows_the_drive(limits: Limits, operations: int, loads_max: int) -> None:
+    """As operations slow down, the limit in flight shrinks to a minimum; a fast drive's limit grows up to a maximum."""
+    ring = LoopRing(limits)
+    for _ in range(operations):
         await ring.run(nops(1), [1 << 20], precedence=Precedence.LOAD)
-    assert ring._bytes_max[Precedence.LOAD] == loop_ring._IN_FLIGHT_BYTES_MIN
-    assert ring._bytes_max[Precedence.STORE] == loop_ring._IN_FLIGHT_BYTES_FIRST
-    monkeypatch.setattr(loop_ring, "_FAST_S", 3600.0)
-    for _ in range(70):
-        await ring.run(nops(1), [1 << 20], precedence=Precedence.LOAD)
-    assert ring._bytes_max[Precedence.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX[Precedence.LOAD]
+    assert f"LOAD 0/{loads_max} B, STORE 0/{limits.bytes_first} B" in repr(ring)
+    ring.close()
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
@@ -166,16 +175,16 @@ async def test_a_kernel_that_refuses_for_good_fails_the_batch(ring: LoopRing, mo
     )
     assert sorted(first) == [-errno.EBADR] * 3 + [0] * 2
     assert second == [0] * 3
-    assert not ring._batches
+    assert is_idle(ring)
 
 
 async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pipe: tuple[int, int]) -> None:
     """However often a call is cancelled, it waits for operations in flight; unsubmitted ones are dropped."""
     buffers = np.zeros((6, 1), np.uint8)
     sqes, iovecs = reads_of(pipe[0], buffers)
-    size = loop_ring._IN_FLIGHT_BYTES_FIRST // 3
+    size = LIMITS.bytes_first // 3
     task = asyncio.create_task(ring.run(sqes, [size] * 6, precedence=Precedence.LOAD, keep=iovecs))
-    await eventually_async(lambda: ring._in_flight == 4, what="all that may be in flight is")
+    await eventually_async(lambda: "(4 operations" in repr(ring), what="all that may be in flight is")
     for _ in range(5):
         await asyncio.sleep(0)
         task.cancel()
@@ -184,7 +193,7 @@ async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pi
     await asyncio.wait([task])
     assert task.cancelled()
     assert sorted(buffers[:, 0].tolist()) == sorted([0, 0, *b"abcd"]), "four were in flight"
-    assert not ring._batches
+    assert is_idle(ring)
     assert await ring.run(nops(2), [1] * 2, precedence=Precedence.LOAD) == [0, 0]
 
 
@@ -199,7 +208,7 @@ async def test_a_turn_submits_no_more_than_its_share(ring: LoopRing, monkeypatch
             turns += 1
             await asyncio.sleep(0)
 
-    share = loop_ring._SUBMIT_BYTES // 4
+    share = LIMITS.submit_bytes // 4
     call = ring.run(nops(16), [share] * 16, precedence=Precedence.STORE)
     assert (await asyncio.gather(call, turn()))[0] == [0] * 16
     assert watched.counts == [4] * 4
@@ -216,7 +225,7 @@ async def test_operations_in_flight_outlive_loop_and_caller(pipe: tuple[int, int
     """A loop closed during kernel operations leaves their memory alive until the kernel has finished."""
     kept: list[weakref.ref[Any]] = []
     lost, seen = threading.Event(), threading.Event()
-    others = set(loop_ring._at_work)  # Left on purpose by tests of stopped disks.
+    others = set(loop_ring.rings_at_work)  # Left on purpose by tests of stopped disks.
 
     def lose_a_loop() -> None:
         loop = asyncio.new_event_loop()
@@ -247,7 +256,7 @@ async def test_operations_in_flight_outlive_loop_and_caller(pipe: tuple[int, int
         await eventually_async(lost.is_set, what="the loop is gone")
         found = kept[0]()
         assert found is not None
-        (ring,) = loop_ring._at_work - others
+        (ring,) = loop_ring.rings_at_work - others
         os.write(pipe[1], b"z")
         await eventually_async(lambda: found[0, 0] == ord("z"), what="the kernel wrote into memory that is still there")
     finally:
@@ -255,7 +264,7 @@ async def test_operations_in_flight_outlive_loop_and_caller(pipe: tuple[int, int
         thread.join()
     # The part that a live loop would have done.
     ring._ring.close()
-    loop_ring._at_work.discard(ring)
+    loop_ring.rings_at_work.discard(ring)
 
 
 async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:
@@ -275,9 +284,7 @@ async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:
             task.cancel()
         await asyncio.wait([task for _, task in tasks])
         assert all(task.cancelled() or task.result() == [0] * count for count, task in tasks), seed
-        assert not ring._batches, seed
-        assert ring._in_flight == 0, seed
-        assert set(ring._bytes.values()) == {0}, seed
+        assert is_idle(ring), seed
 
 
 async def test_a_closed_ring_leaves_no_descriptor() -> None:

@@ -9,9 +9,14 @@ from typing import Any
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis.connection import Connection
 from kvstore.backends.redis.limits import LIMITS, Limits
+from kvstore.backends.redis.node import Node
+from kvstore.backends.redis.topology import Topology
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey
 from tests.redis.fake_server import FakeServer
 from tests.redis.servers import Server
 
@@ -56,6 +61,26 @@ async def opened(
     await backend.open(NAMESPACE, RecordGeometry(RedisBackend.alignment, payload_bytes))
     _opened.append(backend)
     return backend
+
+
+def topology_of(backend: RedisBackend) -> Topology:
+    """Return what a backend knows of its servers."""
+    return backend._topology
+
+
+def connections_of(node: Node) -> list[Connection]:
+    """Return a copy of the list of a node's connections."""
+    return list(node._connections)
+
+
+def name_of(backend: RedisBackend, key: BlockKey) -> bytes:
+    """Return the name of a block on the server; of its first part, if it has several."""
+    return backend._ready().key_of(key)
+
+
+async def until_renewed(backend: RedisBackend, timeout_s: float = 10.0) -> None:
+    """Wait until no renewal of a time to live is under way."""
+    await eventually_async(lambda: backend._renewing is None, timeout_s, what="the end of the renewals")
 
 
 async def close_all() -> None:

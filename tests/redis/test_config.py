@@ -18,9 +18,8 @@ from kvstore.config import SecretStr, decode_config, encode_config
 from kvstore.errors import BackendError, ConfigError
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.tier_rig import TierRig
-from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, backend_on, maker, opened, options_for
+from tests.redis.clients import NAMESPACE, backend_on, maker, opened, options_for, until_renewed
 from tests.redis.servers import LEAST_ACL, PASSWORD, Server, cli, free_ports, make_certificates, plain, running, secured
 
 GEOMETRY = RecordGeometry(256, 4096)
@@ -239,7 +238,7 @@ async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.M
         now += later
         for _ in range(20):
             backend.touch([key])
-        await eventually_async(lambda: backend._renewing is None, what="renewals sent")
+        await until_renewed(backend)
         assert backend.stats().counters["ttl_renewals"] == renewals
     assert 500_000 < int(cli(redis_server, "PTTL", name)) <= 600_000
 
@@ -253,10 +252,10 @@ async def test_reading_alone_renews_nothing(redis_server: Server) -> None:
     assert list(await reader.get_into([maker().target(key).read])) == [Outcome.OK]
     assert reader._renewing is None and reader.stats().counters["ttl_renewals"] == 0
     reader.note_verified([key])
-    await eventually_async(lambda: reader._renewing is None, what="renewals sent")
+    await until_renewed(reader)
     assert reader.stats().counters["ttl_renewals"] == 1
     reader.touch([number.to_bytes(32, "big") for number in range(9000)])
-    await eventually_async(lambda: reader._renewing is None, what="renewals sent")
+    await until_renewed(reader)
     assert reader.stats().counters["ttl_renewals"] == 1 + 8192
 
 
@@ -299,7 +298,7 @@ async def test_acl_of_the_docs(tmp_path: Path, valkey_server: Server) -> None:
                 assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.OK]
                 # The age of another engine's block is unknown: its use renews it at once.
                 backend.touch([b"l" * 32])
-                await eventually_async(lambda backend=backend: backend._renewing is None, what="renewals sent")
+                await until_renewed(backend)
                 assert list(await backend.delete([b"k" * 32])) == [True]
                 await backend.close()
         # Only reading the server's settings may be forbidden, and is tried.

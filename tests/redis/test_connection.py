@@ -61,6 +61,12 @@ def get_of(size: int) -> Request:
     return request
 
 
+def replace_stream(connection: Connection, make: Callable[[Stream], Any]) -> Stream:
+    """Give a connection the stream that ``make`` returns for its own one; return its own one."""
+    stream, connection._stream = connection._stream, make(connection._stream)
+    return stream
+
+
 class Endless:
     """A stream on which bytes of a value are always available."""
 
@@ -82,14 +88,16 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
         ends.server.sendall(b"$%d\r\n" % (64 << 20))
         while not connection._reader._value_missing:
             await asyncio.sleep(0)
-        stream, connection._stream = connection._stream, Endless()  # type: ignore[assignment]
+        endless = Endless()
+        stream = replace_stream(connection, lambda stream: endless)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(duplex, "_RECEIVES_MAX", 1 << 20)
             # Buffers are never filled, as with a socket that holds more than fits: the byte limit has to end it.
-            patch.setattr(connection._stream, "is_encrypted", True)
+            endless.is_encrypted = True
             connection._on_readable()
-        received, connection._stream = connection._stream.received, stream  # type: ignore[attr-defined]
-        assert duplex._RECEIVED_MAX <= received <= duplex._RECEIVED_MAX + 65536
+        replace_stream(connection, lambda endless: stream)
+        received_max = duplex._RECEIVED_MAX
+        assert received_max <= endless.received <= received_max + 65536
 
 
 class Scripted:
@@ -111,8 +119,7 @@ async def test_a_reset_that_came_with_bytes_is_found() -> None:
         raise ConnectionResetError(errno.ECONNRESET, "reset")
 
     async with connected(timeout=300) as ends:
-        stream = ends.connection._stream
-        ends.connection._stream = Scripted(stream, stream.receive, reset)  # type: ignore[assignment]
+        replace_stream(ends.connection, lambda stream: Scripted(stream, stream.receive, reset))
         ends.connection.submit([get_of(8)])
         ends.server.sendall(b"$8")
         await eventually_async(lambda: ends.closed, 20)
@@ -132,8 +139,7 @@ async def test_tls_that_has_to_write_first_is_read_on() -> None:
         return len(taken)
 
     async with connected(timeout=300) as ends:
-        stream = ends.connection._stream
-        ends.connection._stream = Scripted(stream, take, give, stream.receive, tls=True)  # type: ignore[assignment]
+        stream = replace_stream(ends.connection, lambda stream: Scripted(stream, take, give, stream.receive, tls=True))
         request = Request([encode_command(b"EXISTS", b"k")], int)
         pending = Pending([request])
         ends.connection.submit([request])

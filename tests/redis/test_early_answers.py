@@ -14,7 +14,7 @@ import pytest
 from kvstore.backends.base import RecordWrite
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import opened
+from tests.redis.clients import connections_of, opened, topology_of
 from tests.redis.fake_server import HELLO, FakeServer, end_server
 
 SIZE = 3 << 20
@@ -116,8 +116,8 @@ async def test_a_buffer_that_is_released_too_early_ends_the_connection(tmp_path:
         put = asyncio.ensure_future(
             backend.put([RecordWrite(bytes([i]) * 32, [header, payload]) for i, payload in enumerate(payloads)])
         )
-        (node,) = backend._topology.nodes
-        await eventually_async(lambda: node._connections[0]._writing, what="the first value stuck in the socket")
+        (node,) = topology_of(backend).nodes
+        await eventually_async(lambda: connections_of(node)[0]._writing, what="the first value stuck in the socket")
         payloads[1].release()
         server.go_on.set()
         await asyncio.wait([put])

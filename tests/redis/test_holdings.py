@@ -62,11 +62,16 @@ def header_of(namespace: Namespace) -> bytes:
     return bytes(records.write(records.key(), records.payload()).buffers[0][:256])
 
 
-async def listed(*values: _Value) -> list[NamespaceInfo]:
-    """Return the namespaces found by the tools."""
+def holdings_of(*values: _Value) -> RedisHoldings:
+    """Return the holdings of servers with given values."""
     holdings = RedisHoldings(RedisBackend, RedisConfig())
     holdings._values = Shown(values)  # type: ignore[assignment]
-    return await holdings.namespaces()
+    return holdings
+
+
+async def listed(*values: _Value) -> list[NamespaceInfo]:
+    """Return the namespaces found by the tools."""
+    return await holdings_of(*values).namespaces()
 
 
 async def test_a_header_of_another_namespace_gives_no_digest() -> None:
@@ -103,8 +108,7 @@ async def test_a_later_part_in_place_of_the_first_is_listed_as_one_value() -> No
     first, later = [b"".join(part)[:288] for part in in_parts([memoryview(bytes(PART_BYTES + 1))])]
     values = [value_of(NAMESPACE, head, key=key) for head, key in ((first, b"1" * 16), (later, b"2" * 16))]
     values = [value._replace(name=value.name._replace(part=0)) for value in values]
-    holdings = RedisHoldings(RedisBackend, RedisConfig())
-    holdings._values = Shown(values)  # type: ignore[assignment]
+    holdings = holdings_of(*values)
     listed = [block async for page in holdings.scan(NamespaceInfo(NAMESPACE.hex)) for block in page]
     names = [value.name.full for value in values]
     assert [(block.size_bytes, block.place.names) for block in listed] == [
@@ -121,8 +125,7 @@ async def test_a_value_named_like_a_part_is_stale_only_beside_a_first_part(has_f
     first, later = (
         _Value(block._replace(part=number), 1000, head, 1000.0) for number, head in enumerate([head, b"damaged"])
     )
-    holdings = RedisHoldings(RedisBackend, RedisConfig())
-    holdings._values = Shown([first, later] if has_first else [later])  # type: ignore[assignment]
+    holdings = holdings_of(*([first, later] if has_first else [later]))
     assert [item.name for item in await holdings.stale_items()] == [later.name.full.decode()] * has_first
 
 

@@ -25,7 +25,16 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.redis.clients import NAMESPACE, backend_on, maker, opened
+from tests.redis.clients import (
+    NAMESPACE,
+    backend_on,
+    connections_of,
+    maker,
+    name_of,
+    opened,
+    topology_of,
+    until_renewed,
+)
 from tests.redis.fake_server import HELLO, FakeServer, answering, fake_server, reset
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
@@ -117,7 +126,7 @@ async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
 async def test_operator_query_ends_at_its_deadline_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the operator's tools has a deadline of its own, even in the queue, and is not sent after it."""
     async with silent(timeout=0.2, connect_timeout=0.2) as (server, go_on, backend):
-        (node,) = backend._topology.nodes
+        (node,) = topology_of(backend).nodes
         monkeypatch.setattr(node, "_roomiest", lambda size_bytes: None)
         async with asyncio.timeout(60):
             with pytest.raises(BackendError, match="no answer within"):
@@ -204,7 +213,7 @@ async def test_slot_without_a_node_is_found_when_served_again() -> None:
     async with fake_server(cluster_script(lambda: slots, lambda command: b":1\r\n")) as server:
         backend = await opened(server, SIZE, mode="cluster")
         key = b"q" * 32
-        assert slot_of(backend._ready().key_of(key)) > 99
+        assert slot_of(name_of(backend, key)) > 99
         assert list(await backend.exists([key])) == [None]
         slots = [(0, 16383)]
 
@@ -335,11 +344,11 @@ async def test_tasks_that_a_close_cancels_do_not_block_those_after_it() -> None:
     async with fake_server(script) as server:
         backend = await opened(server, SIZE, mode="cluster", ttl=600)
         backend.touch([b"a" * 32])
-        backend._topology.note_trouble()
+        topology_of(backend).note_trouble()
         await backend.close()
         await backend.open(NAMESPACE, GEOMETRY)
         backend.touch([b"b" * 32])
-        backend._topology.note_trouble()
+        topology_of(backend).note_trouble()
         await eventually_async(lambda: any(command[0] == b"EXPIRE" for command in server.commands), 60)
         await eventually_async(lambda: backend.stats().counters["topology_refreshes"], 60)
 
@@ -359,13 +368,13 @@ async def test_a_close_that_is_cancelled_closes_the_connections() -> None:
 async def test_a_close_opens_no_connection() -> None:
     """A connection that ends by the close is not replaced, though all others are busy."""
     async with silent(connections=2, limits=Limits(pipeline_depth=1)) as (server, _, backend):
-        (node,) = backend._topology.nodes
+        (node,) = topology_of(backend).nodes
         reads = [maker(SIZE).target(bytes([i]) * 32).read for i in range(2)]
         call = asyncio.ensure_future(backend.get_into(reads))
         await eventually_async(lambda: server.busy_connections == 2, what="both connections busy")
         await backend.close()
         assert not {Outcome.OK, Outcome.MISS} & set(await call)
-        assert (node.connection_count, len(node._opening), server.connections) == (0, 0, 2)
+        assert (node.connection_count, "0 opening" in repr(node), server.connections) == (0, True, 2)
 
 
 async def test_a_failed_renewal_is_made_by_the_next_use() -> None:
@@ -379,7 +388,7 @@ async def test_a_failed_renewal_is_made_by_the_next_use() -> None:
         backend = await opened(server, SIZE, ttl=600)
         for renewals in (1, 2, 2):
             backend.touch([b"k" * 32])
-            await eventually_async(lambda: backend._renewing is None, what="the end of the renewal")
+            await until_renewed(backend)
             assert len(server.commands) == renewals
 
 
@@ -412,7 +421,7 @@ async def test_renewals_of_long_blocks_reach_the_server() -> None:
     async with fake_server(script) as server:
         backend = await opened(server, 8 * 4096, kind=Small, ttl=600)
         backend.touch([number.to_bytes(16, "big") for number in range(8192)])
-        await eventually_async(lambda: backend._renewing is None, 120, what="the end of the renewals")
+        await until_renewed(backend, 120)
         assert renewed == 8192 * 9
 
 
@@ -462,8 +471,8 @@ async def test_nodes_that_were_left_are_closed() -> None:
     script = cluster_script(lambda: [(0, 16383)], lambda command: b":1\r\n")
     async with fake_server(script) as server:
         backend = await opened(server, SIZE, mode="cluster")
-        topology = backend._topology
-        assert topology is not None and server.open_connections > 0
+        topology = topology_of(backend)
+        assert server.open_connections > 0
         topology._keep([])
         await backend.close()
         await eventually_async(lambda: server.open_connections == 0, what="all connections closed")
@@ -504,10 +513,8 @@ async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
 
 
 def _keys_of(backend: RedisBackend, values: dict[BlockKey, bytes], server: Server) -> set[BlockKey]:
-    topology = backend._topology
-    assert topology is not None
-    name_of = backend._ready().key_of
-    nodes = {key: topology.node_for(name_of(key), reading=False) for key in values}
+    topology = topology_of(backend)
+    nodes = {key: topology.node_for(name_of(backend, key), reading=False) for key in values}
     return {key for key, node in nodes.items() if node is not None and node.endpoint.port == server.port}
 
 
@@ -596,10 +603,10 @@ async def test_expired_pause_delays_no_request() -> None:
 
     async with fake_server(script) as server:
         backend = await opened(server, SIZE, limits=Limits(pause_s_min=1000, pause_s_max=1000))
-        (node,) = backend._topology.nodes
+        (node,) = topology_of(backend).nodes
         node._note_failure(NodeDownError("as if a connection had failed"))
         await node._open_one()
-        for connection in list(node._connections):
+        for connection in connections_of(node):
             connection.close()
         async with asyncio.timeout(60):
             assert list(await backend.exists([b"k" * 32])) == [False]
@@ -624,11 +631,11 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
 
         server.on_hello = on_hello
         backend = await opened(server, SIZE, connections=connections)
-        (node,) = backend._topology.nodes
+        (node,) = topology_of(backend).nodes
         for _ in range(10):
             await backend.exists([b"k" * 32])
             trouble = connections
-            for connection in list(node._connections):
+            for connection in connections_of(node):
                 connection.close()
 
             async def asked() -> bool:
@@ -641,7 +648,7 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
 
             await eventually_async(asked, 60)
             assert node.waiting_count == 0
-        await eventually_async(lambda: node._reconnecting is None, what="an end of the tries to come back")
+        await eventually_async(lambda: "not pausing" in repr(node), what="an end of the tries to come back")
         assert node.connection_count <= connections
 
 

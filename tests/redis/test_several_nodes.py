@@ -19,7 +19,7 @@ from kvstore.backends.redis.resp import ErrorReply
 from kvstore.errors import BackendError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.redis.clients import maker, opened
+from tests.redis.clients import maker, name_of, opened, topology_of
 from tests.redis.fake_server import FakeServer, fake_server, reset
 
 SLOTS = 16384
@@ -113,7 +113,7 @@ def keys_by_node(backend: RedisBackend, count: int) -> tuple[list[BlockKey], lis
     number = 0
     while min(map(len, found)) < count:
         key = number.to_bytes(32, "big")
-        found[topology.slot_of(backend._ready().key_of(key)) >= SLOTS // 2].append(key)
+        found[topology.slot_of(name_of(backend, key)) >= SLOTS // 2].append(key)
         number += 1
     return found[0][:count], found[1][:count]
 
@@ -227,7 +227,7 @@ async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
     """After MOVED, the new node gets the commands of that slot at once, even before the map is refreshed."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
-        backend._topology._refreshed_at = asyncio.get_running_loop().time() + 1000
+        topology_of(backend)._refreshed_at = asyncio.get_running_loop().time() + 1000
         key = keys_by_node(backend, 1)[0][0]
         port = new.server.port
         old.instead = lambda command: b"-MOVED 1 127.0.0.1:%d\r\n" % port
@@ -267,7 +267,7 @@ async def test_a_closed_backend_follows_no_redirect() -> None:
     """A redirect read during the close creates no node, and so no connection that would stay open."""
     async with nodes_of_a_cluster(2) as (old, new):
         backend = await on(old)
-        nodes = backend._topology
+        nodes = topology_of(backend)
         asked = nodes.nodes[0]
         await backend.close()
         moved = refusal(ErrorReply("MOVED", f"1 127.0.0.1:{new.server.port}"))
@@ -364,12 +364,12 @@ async def test_an_unexpected_error_does_not_end_the_refreshes(
         backend = await on(node)
         with monkeypatch.context() as context:
             context.setattr(topology.control, "shards", None)
-            backend._topology.note_trouble()
+            topology_of(backend).note_trouble()
             await eventually_async(lambda: "unexpected error" in caplog.text, 60, what="the log line")
-        backend._topology.note_trouble()
+        topology_of(backend).note_trouble()
 
         def is_refreshed() -> bool:
-            return backend.stats().counters["topology_refreshes"] == 2 and backend._topology._refreshing is None
+            return backend.stats().counters["topology_refreshes"] == 2 and topology_of(backend)._refreshing is None
 
         await eventually_async(is_refreshed, 60)
         assert caplog.text.count("could not be queried") == 1

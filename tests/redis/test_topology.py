@@ -21,7 +21,7 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, opened
+from tests.redis.clients import NAMESPACE, name_of, opened
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import (
     Server,
@@ -71,8 +71,7 @@ async def test_slots_on_the_move(tmp_path: Path) -> None:
         await mix.run(4000)
         slots = range(0, 5460, 45)
         maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(mix.seed))
-        name_of = backend._ready().key_of
-        keys = (key for key in (maker.key() for _ in itertools.count()) if slot_of(name_of(key)) in slots)
+        keys = (key for key in (maker.key() for _ in itertools.count()) if slot_of(name_of(backend, key)) in slots)
         values = {key: maker.payload() for key in itertools.islice(keys, 60)}
         assert set(await backend.put([maker.write(key, value) for key, value in values.items()])) == {Outcome.OK}
         load = asyncio.create_task(mix.run(16_000))

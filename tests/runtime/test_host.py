@@ -48,6 +48,11 @@ class Echo:
             raise self.close_error
 
 
+def thread_of(host: ThreadHost) -> threading.Thread:
+    """Return the thread of a host's loop."""
+    return host._thread
+
+
 def collect(channel: Channel, count: int) -> list[FromIO]:
     """Receive ``count`` answers within half a minute."""
     answers: list[FromIO] = []
@@ -166,7 +171,7 @@ def test_no_task_outlives_the_loop() -> None:
     host.wake(leave_behind)
     host.wake(lambda: asyncio.get_running_loop().call_soon(leave_behind) and None)
     assert channel.close(30)
-    host._thread.join(30)
+    thread_of(host).join(30)
     assert len(tasks) == 4
     assert all(task.cancelled() for task in tasks)
 
@@ -188,12 +193,12 @@ def test_the_loop_waits_for_a_task_that_does_not_end(monkeypatch: pytest.MonkeyP
     tasks: list[asyncio.Task[None]] = []
     host.wake(lambda: tasks.append(asyncio.get_running_loop().create_task(use_frozen_disk())))
     assert channel.close(30)
-    host._thread.join(0.2)
-    assert host._thread.is_alive() and not ended.is_set()
+    thread_of(host).join(0.2)
+    assert thread_of(host).is_alive() and not ended.is_set()
     responds.set()
     assert ended.wait(30)
-    host._thread.join(30)
-    assert not host._thread.is_alive()
+    thread_of(host).join(30)
+    assert not thread_of(host).is_alive()
 
 
 def test_a_host_shortens_the_switch_interval() -> None:

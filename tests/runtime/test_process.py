@@ -9,6 +9,7 @@ import errno
 import logging
 import mmap
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -101,8 +102,21 @@ def open_with_limits(region: Region, limits: Limits, **options: Any) -> AsyncTie
 
 def channel_of(tier: AsyncTier) -> ProcessChannel:
     """Return the channel to a tier's I/O process."""
-    assert isinstance(tier._channel, ProcessChannel)
-    return tier._channel
+    channel = tier._channel
+    assert isinstance(channel, ProcessChannel)
+    return channel
+
+
+def connection_of(tier: AsyncTier) -> ChildConnection | None:
+    """Return the connection to a tier's I/O process; None without one."""
+    return channel_of(tier)._connection
+
+
+def received_from(connection: ChildConnection | None) -> tuple[int, int]:
+    """Return the number of complete frames from a child, and the bytes of an incomplete one."""
+    found = re.search(r"Unpacker\((\d+) frames and (\d+) bytes\)", repr(connection))
+    assert found is not None, connection
+    return int(found[1]), int(found[2])
 
 
 def child_of(tier: AsyncTier) -> int:
@@ -124,7 +138,7 @@ def until(condition: Callable[[], Any], tier: AsyncTier | None = None, timeout_s
         if value := condition():
             return value
         if tier is not None:
-            tier._channel.wait(0.02)
+            tier.wait(0.02)
         else:
             time.sleep(0.01)
     raise TimeoutError("the condition did not come true")
@@ -374,8 +388,9 @@ def test_a_child_that_can_not_be_killed_is_not_waited_for_ever(
 ) -> None:
     """Close warns that a child stuck in the kernel may still hold slots, and returns."""
     tier = open_with_limits(region, Limits(killed_timeout_s=0.05))
-    channel = channel_of(tier)
-    process = channel._connection._process
+    connection = connection_of(tier)
+    assert connection is not None
+    process = connection._process
     os.kill(process.pid, signal.SIGSTOP)
     with monkeypatch.context() as stuck:
         stuck.setattr(process, "send_signal", lambda number: None)
@@ -431,8 +446,8 @@ class _Pidfd:
 def test_jobs_of_a_dead_child_wait_for_the_kernel(region: Region) -> None:
     """Jobs are reported when the last operation has ended, however long a drive takes, and not after a timeout."""
     tier = open_process_tier(region)
-    channel = channel_of(tier)
-    dead = channel._connection
+    dead = connection_of(tier)
+    assert dead is not None
     with in_flight(tier):
         child = child_of(tier)
         os.kill(child, signal.SIGSTOP)  # Prevents an answer.
@@ -499,11 +514,9 @@ def test_child_just_restarted_is_closed_not_killed(region: Region) -> None:
     tier = open_process_tier(region)
     channel = channel_of(tier)
     os.kill(child_of(tier), signal.SIGKILL)
-    until(lambda: channel._connection is None, tier)
+    until(lambda: channel.pid is None, tier)
     # From here on messages are not received, so the parent does not learn of the new child's start.
-    until(lambda: channel._successor)
-    successor = channel._successor
-    assert successor is not None
+    successor = until(lambda: channel._successor)
     tier.close(60)
     assert successor.has_closed
     assert successor._process.returncode == 0
@@ -516,10 +529,10 @@ def test_a_child_that_dies_on_unread_messages_is_replaced(region: Region) -> Non
     os.kill(child, signal.SIGSTOP)
     tier.submit_store(TransferJob(1, [b"a"], [0]))
     tier.flush()
-    tier._channel.send([Touch((b"k" * 1000,) * 4000)])
+    channel_of(tier).send([Touch((b"k" * 1000,) * 4000)])
     os.kill(child, signal.SIGKILL)
     wait_for_death(child)
-    tier._channel.wait(0.05)
+    channel_of(tier).wait(0.05)
     assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
     until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(2, [b"a"], [0])).success
@@ -531,7 +544,7 @@ def test_a_child_that_does_not_read_is_replaced(region: Region) -> None:
     channel, child = channel_of(tier), child_of(tier)
     os.kill(child, signal.SIGSTOP)
     channel.send([Touch((b"k" * 1000,) * 4000)])
-    assert channel.pid is None and not channel._outgoing
+    assert channel.pid is None and "0 bytes unsent" in repr(channel)
     until_replaced(tier, child)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
 
@@ -585,9 +598,9 @@ def test_a_slow_medium_is_no_stopped_child(region: Region) -> None:
 def test_a_child_without_work_answers_and_stays(region: Region) -> None:
     """A quiet child is pinged again and again, and kept."""
     tier = open_with_limits(region, Limits(quiet_s=0.01))
-    channel, child = channel_of(tier), child_of(tier)
-    answers = channel._connection._unpacker.frames + 5
-    until(lambda: channel._connection is None or channel._connection._unpacker.frames >= answers, tier)
+    connection, child = connection_of(tier), child_of(tier)
+    answers = received_from(connection)[0] + 5
+    until(lambda: connection_of(tier) is None or received_from(connection)[0] >= answers, tier)
     assert child_of(tier) == child
     assert not tier.get_finished()
 
@@ -596,25 +609,23 @@ def test_recently_active_child_is_not_pinged(region: Region) -> None:
     """A wait sends a child nothing before it has been quiet for long."""
     tier = open_with_limits(region, Limits(quiet_s=3600.0))
     assert tier.drain(30)
-    connection = channel_of(tier)._connection
-    frames = connection._unpacker.frames
+    received = received_from(connection_of(tier))
     for _ in range(3):
         assert not channel_of(tier).wait(0.15)
-    assert connection._unpacker.frames == frames
+    assert received_from(connection_of(tier)) == received
 
 
 def test_busy_scheduler_does_not_declare_a_child_stuck(region: Region) -> None:
     """A child with a partial message, left by a scheduler that was busy for long, does not count as stuck."""
-    tier = open_with_limits(region, Limits(quiet_s=0.05, answer_timeout_s=60.0))
-    channel, child = channel_of(tier), child_of(tier)
-    connection = channel._connection
+    tier = open_with_limits(region, Limits(late_quiet_s=0.05, late_answer_timeout_s=60.0))
+    channel, child, connection = channel_of(tier), child_of(tier), connection_of(tier)
     assert connection is not None
     # More than a socket takes at once, followed by the ping.
     channel.send([Touch((b"k" * 1000,) * 4000)])
     connection._asked_s, connection._looked_at = 0.0, time.monotonic() - 1000
-    channel._watch()
-    assert channel._connection is connection
-    until(lambda: not channel._outgoing, tier)
+    channel.hurry()
+    assert connection_of(tier) is connection
+    until(lambda: "0 bytes unsent" in repr(channel), tier)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     assert child_of(tier) == child
 
@@ -816,15 +827,17 @@ def test_a_job_does_not_wait_for_the_recovery_of_all_blocks(region: Region, monk
     """However many blocks there are, and however late the first step: a store completes long before the recovery."""
     monkeypatch.setattr("kvstore.tiers.opening._RECOVERY_WAIT_S", 0.0)
     tier = open_process_tier(region, backend=f"{__name__}:Crowded")
-    connection = channel_of(tier)._connection
+    connection = connection_of(tier)
+    assert connection is not None
     # Like an engine that loads its weights: the recovery has time to send as much as it can.
     assert connection.wait(60)
     result = run(tier, tier.submit_store, TransferJob(1, [b"new"], [0]))
     assert result.success
-    assert not tier._presence.complete and len(tier._presence) < Crowded.KEYS
-    assert len(connection._unpacker._buffer) < 1 << 20
-    until(lambda: tier.get_finished() or tier._presence.complete)
-    assert len(tier._presence) == Crowded.KEYS + 1
+    presence = tier._presence
+    assert not presence.complete and len(presence) < Crowded.KEYS
+    assert received_from(connection)[1] < 1 << 20
+    until(lambda: tier.get_finished() or presence.complete)
+    assert len(presence) == Crowded.KEYS + 1
 
 
 def test_a_step_takes_in_a_part_of_a_recovery() -> None:

@@ -31,11 +31,16 @@ def counting(done: list[int], n: int) -> Callable[[], None]:
     return lambda: done.append(n)
 
 
+def waiting_in(pool: Workers) -> int:
+    """Return the number of calls that wait for a thread."""
+    return len(pool._queue)
+
+
 async def blocked(pool: Workers, gate: threading.Event) -> asyncio.Task[None]:
     """Keep one thread busy until the gate opens."""
     task = asyncio.create_task(pool.run([lambda: gate.wait() and None]))
     await asyncio.sleep(0)
-    await eventually_async(lambda: len(pool._queue) == 0)
+    await eventually_async(lambda: waiting_in(pool) == 0)
     return task
 
 
@@ -80,9 +85,9 @@ async def test_loads_go_before_stores() -> None:
     async with pool_of(1) as pool:
         blocker = await blocked(pool, gate)
         stores = [asyncio.create_task(pool.run([lambda n=n: order.append(f"store {n}")])) for n in range(3)]
-        await eventually_async(lambda: len(pool._queue) == 3)
+        await eventually_async(lambda: waiting_in(pool) == 3)
         load = asyncio.create_task(pool.run([lambda: order.append("load")], precedence=Precedence.LOAD))
-        await eventually_async(lambda: len(pool._queue) == 4)
+        await eventually_async(lambda: waiting_in(pool) == 4)
         gate.set()
         await asyncio.gather(blocker, load, *stores)
     assert order == ["load", "store 0", "store 1", "store 2"]
@@ -117,7 +122,7 @@ async def test_cancelling_a_batch_that_waits_behind_a_stuck_one_is_immediate() -
         stuck = await blocked(pool, gate)
         done: list[int] = []
         waiting = asyncio.create_task(pool.run([counting(done, 1)]))
-        await eventually_async(lambda: len(pool._queue) == 1)
+        await eventually_async(lambda: waiting_in(pool) == 1)
         waiting.cancel()
         async with asyncio.timeout(30):
             with pytest.raises(asyncio.CancelledError):
@@ -150,7 +155,7 @@ async def test_close_drops_queued_calls_and_leaves_stuck_threads() -> None:
     done: list[int] = []
     behind = asyncio.create_task(pool.run([counting(done, 1)]))
     called = asyncio.create_task(pool.call(lambda: done.append(2)))
-    await eventually_async(lambda: len(pool._queue) == 2)
+    await eventually_async(lambda: waiting_in(pool) == 2)
     assert not await pool.close(timeout_s=0.05)
     for dropped in (behind, called):
         with pytest.raises(OSError, match="closed"):
@@ -204,7 +209,7 @@ async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: 
         for _ in range(3):
             with pytest.raises(OSError, match="can't start new thread"):
                 await pool.run(calls)
-        assert len(pool._queue) == 0
+        assert waiting_in(pool) == 0
         assert done == []
         allowed = "kvstore-test-0"
         await pool.run(calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvstore.tiering import StorePlan, TieringConfig, TieringManager
 from kvstore.tiering.policy import PARAMETERS
 from kvstore.types import BlockKey, LookupResult, RequestContext
 from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
+from tests.tiering.parts import Parts
 
 
 def key_of(number: int) -> BlockKey:
@@ -20,6 +22,13 @@ def key_of(number: int) -> BlockKey:
 def keys_of(*numbers: int) -> list[BlockKey]:
     """Return keys by their numbers."""
     return [key_of(number) for number in numbers]
+
+
+def deadlines_of(shown: object) -> tuple[int, int]:
+    """Return the number of keys with a deadline, of an object that shows them, and of their entries in memory."""
+    found = re.search(r"Deadlines\((\d+) keys, (\d+) entries\)", repr(shown))
+    assert found is not None, shown
+    return int(found[1]), int(found[2])
 
 
 class Clock:
@@ -48,6 +57,7 @@ class Engine:
         self.manager = TieringManager(
             self.primary, self.tiers, TieringConfig(**options), clock=self.clock, reports=reports
         )
+        self.parts = Parts(self.manager)
         self._requests = 0
 
     @property

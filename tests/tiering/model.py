@@ -119,10 +119,10 @@ class Model:
         """Blocks that left the primary tier since the last check, in order; events omit those stored again."""
         self.told: set[BlockKey] = set()
         """Blocks of the primary tier, according to events."""
-        assert self.manager._hedges is not None and self.manager._gate is not None
-        self.manager._hedges.blocks_max = SLOTS // 3
-        self.manager._gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
-        log, note = self.manager._log, self.manager._log.primary
+        self.parts = self.engine.parts
+        self.parts.hedges.blocks_max = SLOTS // 3
+        self.parts.gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
+        log, note = self.parts.log, self.parts.log.primary
 
         def noted(keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
             if cause is not None:
@@ -236,7 +236,7 @@ class Model:
                 del self.cpu[key]
         if success:
             self._begin_lifetimes(done, request)
-        state = self.manager._requests.by_id[request.ctx.request_id]
+        state = self.parts.requests.by_id[request.ctx.request_id]
         self.manager.complete_store(set(done), request.ctx, success)
         for name, keys in self.sent.items():
             assert set(keys) <= (set(done) if name in allowed else set()), f"{name} was sent {keys}"
@@ -272,7 +272,7 @@ class Model:
         request = None if scheduled is None else self.requests.get(scheduled)
         if request is not None:
             request.claims.clear()
-        self.manager._hedges.budget = SLOTS  # type: ignore[union-attr]
+        self.parts.hedges.budget = SLOTS
         self.manager.on_step_end([] if scheduled is None else [f"request-{scheduled}"])
         self.promised.clear()
         self._apply_events()
@@ -393,10 +393,9 @@ class Model:
         assert stats.promoting == held, f"{stats.promoting} {held}"
         owners = {*self.loads.values(), *(request for request in self.requests.values() if request.claims)}
         assert held <= SLOTS // 2 or len(owners) == 1, "the share is exceeded by one alone"
-        refused = [state.ctx for state in self.manager._promotions._refused]
-        assert all(any(ctx is request.ctx for request in self.requests.values()) for ctx in refused)
+        assert all(any(ctx is request.ctx for request in self.requests.values()) for ctx in self._refused())
         assert all(flow.storing <= SLOTS // 2 for flow in stats.tiers)
-        for link in self.manager._links:
+        for link in self.parts.links:
             assert all(self.cpu.get(key) == "ready" for key in link.queue), f"{link.name}: {link.queue}"
         assert primary.held <= SLOTS // 4
         self.dirty_before = set(self.primary.marks.dirty)
@@ -423,7 +422,7 @@ class Model:
     def _expected_promotion(self, key: BlockKey, request: Request) -> str:
         full = self._is_full(request)
         if full or not self._has_room():
-            if not full and self.manager._cascades.making_room:
+            if not full and self.parts.cascades.making_room:
                 return self._expected_wait(request)
             mine = [other for other in self.loads.values() if other is request]
             return "miss" if mine or request.claims else self._expected_wait(request)
@@ -435,8 +434,12 @@ class Model:
     def _is_full(self, request: Request) -> bool:
         share = len(self.loads) + sum(len(other.claims) for other in self.requests.values())
         mine = len(request.claims) + sum(owner is request for owner in self.loads.values())
-        others_wait = any(state.ctx is not request.ctx for state in self.manager._promotions._refused)
+        others_wait = any(ctx is not request.ctx for ctx in self._refused())
         return share >= SLOTS // 2 and (mine < share or others_wait)
+
+    def _refused(self) -> list[RequestContext]:
+        """Return the requests that wait for a place among the promotions."""
+        return [state.ctx for state in self.parts.promotions._refused]
 
     def _expected_wait(self, request: Request) -> str:
         now = self.engine.clock()
@@ -501,7 +504,7 @@ class Model:
     def _poll_first(self) -> None:
         """Let the manager process finished jobs, so that the model sees the same state."""
         if not self.manager._polled:
-            self.manager._poll()
+            self.parts.poll()
             self._apply_events()
 
     def _pins(self) -> Counter[BlockKey]:
@@ -589,7 +592,7 @@ class Model:
 
     def _apply_overdue(self) -> None:
         """Apply the loads that the manager has abandoned; each must be overdue."""
-        for open_job in self.manager._jobs:
+        for open_job in self.parts.jobs:
             job = open_job.transfer
             if open_job.abandoned and job.job_id not in self.void:
                 tier, is_load, _ = self.jobs[job.job_id]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore.tiering.deadlines import Deadlines
-from tests.tiering.engine import key_of, keys_of
+from tests.tiering.engine import deadlines_of, key_of, keys_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -50,6 +50,6 @@ def test_changed_and_removed_deadlines_take_no_memory() -> None:
         deadlines.set(key_of(number % 8), 10_000.0 - number)
         deadlines.set(key_of(number), 5.0)
         deadlines.remove(key_of(number))
-        assert len(deadlines._heap) <= 2 * len(deadlines) + 65
+        assert deadlines_of(deadlines)[1] <= 2 * len(deadlines) + 65
     deadlines.clear()
-    assert not deadlines and not deadlines._heap
+    assert not deadlines and deadlines_of(deadlines)[1] == 0

@@ -21,7 +21,7 @@ from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
-from tests.tiering.engine import Engine, key_of, keys_of
+from tests.tiering.engine import Engine, deadlines_of, key_of, keys_of
 from tests.tiering.fake_tier import payload
 
 A = keys_of(1, 2, 3, 4)
@@ -303,7 +303,7 @@ def lone_request_after(engine: Engine, other: RequestContext, keys: Sequence[Blo
     engine.manager.on_step_end()
     engine.tier.run(failing=engine.tier.submitted(True))
     engine.settle_steps(2)
-    assert engine.manager.stats().promoting == 0 and other.request_id in engine.manager._requests.by_id
+    assert engine.manager.stats().promoting == 0 and other.request_id in engine.parts.requests.by_id
     return engine.look(keys, engine.request())
 
 
@@ -380,12 +380,12 @@ def test_a_block_that_failed_to_come_has_no_source() -> None:
 def test_deadlines_of_reported_loads_are_forgotten() -> None:
     """Reported loads drop their deadlines at once; otherwise each would take memory until its deadline."""
     engine = Engine()
-    jobs, link = JobTable(), engine.manager._links[0]
+    jobs, link = JobTable(), engine.parts.links[0]
     for number in range(2000):
         job = OpenJob(TransferJob(jobs.new_id(), A, range(4)), link, True, None, deadline=1e9 + number)
         jobs.add(job)
         assert jobs.report(link, JobResult(job.transfer.job_id, True, A)) is job
-        assert len(jobs._deadlines._heap) < 1000
+        assert deadlines_of(jobs)[1] < 1000
     assert jobs.take_overdue_loads(2e9) == []
 
 

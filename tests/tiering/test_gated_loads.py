@@ -203,7 +203,7 @@ def test_computing_is_worse_the_more_requests_wait(begins: str) -> None:
             engine.manager.on_request_finished(other)
     alone = engine.blocks(10)
     assert engine.prefix(alone, engine.begin(alone)) == 0, "it is computed"
-    assert len(engine.manager._requests.waiting) == 1
+    assert len(engine.parts.requests.waiting) == 1
 
 
 def test_a_request_that_computes_already_counts_itself() -> None:
@@ -213,7 +213,7 @@ def test_a_request_that_computes_already_counts_itself() -> None:
     keys = engine.blocks(10)
     ctx = engine.begin(keys)
     engine.manager.on_step_end([ctx.request_id])
-    assert not engine.manager._requests.waiting
+    assert not engine.parts.requests.waiting
     assert engine.prefix(keys, ctx) is None, "it is loaded"
     assert engine.counts.recomputed == 0
 
@@ -226,7 +226,7 @@ def test_ended_request_does_not_count_as_waiting() -> None:
     assert engine.prefix(keys, ctx) is None
     engine.tick()
     engine.manager.on_request_finished(ctx)
-    assert len(engine.manager._requests) == 1 and not engine.manager._requests.waiting
+    assert len(engine.parts.requests) == 1 and not engine.parts.requests.waiting
 
 
 def test_an_unmeasured_slow_tier_costs_little() -> None:

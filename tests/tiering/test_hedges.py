@@ -101,8 +101,9 @@ class Hedging(Engine):
         assert (stats.primary.abandoned, stats.primary.writing, stats.primary.pinned) == (0, 0, 0)
         assert all(flow.loading == 0 for flow in stats.tiers)
         assert self.late_writes == []
-        content = {key: bytes(self.primary.row(slot)) for key, slot in self.primary._slot_of.items()}
-        assert content == {key: payload(key) for key in content}
+        keys = self.primary.keys()
+        slots = [slot for slot in map(self.primary.slot_of, keys) if slot is not None]
+        assert [bytes(self.primary.row(slot)) for slot in slots] == [payload(key) for key in keys]
 
     @property
     def counts(self) -> HedgeCounts:
@@ -110,13 +111,11 @@ class Hedging(Engine):
 
     @property
     def hedges(self) -> Hedges:
-        assert self.manager._hedges is not None
-        return self.manager._hedges
+        return self.parts.hedges
 
     @property
     def gate(self) -> Gate:
-        assert self.manager._gate is not None
-        return self.manager._gate
+        return self.parts.gate
 
 
 def test_the_second_tier_wins() -> None:
@@ -481,7 +480,7 @@ def test_statistics() -> None:
 def test_off(options: dict[str, object]) -> None:
     """Without hedging, or with one tier, no hedging state is created, and requests wait for slow loads."""
     engine = Hedging(**options)  # type: ignore[arg-type]
-    assert engine.manager._hedges is None
+    assert not engine.parts.has_hedges
     engine.learned()
     ctx = engine.begin(A)
     engine.wait(20.0)
@@ -495,7 +494,7 @@ def test_memory_is_bounded() -> None:
     """Reported loads are forgotten once they would have become slow."""
     engine = Hedging().learned(300)
     engine.wait(10.0)
-    assert engine.hedges.due == [] and len(engine.manager._jobs) == 0
+    assert engine.hedges.due == [] and len(engine.parts.jobs) == 0
 
 
 class Stalling:

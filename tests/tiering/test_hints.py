@@ -11,7 +11,7 @@ from kvstore.eviction import POLICY_NAMES
 from kvstore.tiering import TieringConfig
 from kvstore.tiering.policy import PARAMETERS, PolicyParser
 from kvstore.types import LookupResult, RemovalCause
-from tests.tiering.engine import Engine, keys_of
+from tests.tiering.engine import Engine, deadlines_of, keys_of
 
 
 @pytest.mark.parametrize("eviction", POLICY_NAMES)
@@ -211,7 +211,7 @@ def test_a_reset_ends_all_priorities() -> None:
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1), retain=50)
     engine.manager.reset()
-    assert not engine.manager._retention.active
+    assert not engine.parts.retention.active
     engine.store_and_forget(keys_of(1))
     assert engine.manager.stats().primary.retained == 0
 
@@ -224,9 +224,10 @@ def test_state_of_priorities_is_bounded() -> None:
         if number % 2:
             engine.manager.remove(keys_of(number), RemovalCause.REMOVED)
         engine.step()
-    retention, order = engine.manager._retention, engine.primary._order
-    assert len(retention._ends) <= 4 and len(order.marks.ranks) <= 4
-    assert all(order._shelves.values()) and sum(map(len, order._shelves.values())) <= 4
+    retention, order = engine.parts.retention, engine.primary._order
+    assert deadlines_of(retention)[0] <= 4 and len(order.marks.ranks) <= 4
+    shelves = order._shelves.values()
+    assert all(shelves) and sum(map(len, shelves)) <= 4
     assert order.marks.ranks
     engine.clock.now += 3601
     engine.step()

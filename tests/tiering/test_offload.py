@@ -9,7 +9,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.tiering import Backfill, TieringConfig
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
-from tests.tiering.engine import Engine, keys_of
+from tests.tiering.engine import Engine, deadlines_of, keys_of
 from tests.tiering.fake_tier import payload
 
 A, B = keys_of(1, 2, 3, 4), keys_of(11, 12, 13, 14)
@@ -354,7 +354,7 @@ def test_room_is_being_made_until_the_last_write_back_has_ended() -> None:
     """A lookup without room waits for pending write-backs, and only while there are any."""
     engine = Engine(slots=4, policy={"lazy": True})
     engine.store(A)
-    cascades = engine.manager._cascades
+    cascades = engine.parts.cascades
     assert cascades.making_room, "blocks are owed"
     cascades.write_all()
     assert not cascades._owed
@@ -368,11 +368,11 @@ def test_lazy_blocks_of_a_dead_tier_are_lost_once_and_may_be_evicted() -> None:
     """A tier that raises gets no more write-backs: blocks owed to it are counted as lost, and their slots are free."""
     engine = Engine(slots=8, policy={"lazy": True})
     engine.store_and_forget(A)
-    engine.manager._links[0].dead = True
-    engine.manager._cascades.write_all()
+    engine.parts.links[0].dead = True
+    engine.parts.cascades.write_all()
     engine.settle()
     assert engine.manager.stats().lost == len(A)
-    engine.manager._cascades.write_all()
+    engine.parts.cascades.write_all()
     assert engine.manager.stats().lost == len(A)
     engine.evict_all()
     assert not engine.resident()
@@ -386,7 +386,7 @@ def test_nothing_is_remembered_of_blocks_that_left_the_primary_tier(policy: dict
         engine.store_and_forget(keys_of(*range(first, first + 4)), **policy)
     engine.evict_all()
     engine.settle()
-    assert not engine.manager._cascades.active
+    assert not engine.parts.cascades.active
 
 
 def test_nothing_is_remembered_of_blocks_of_the_fastest_tier() -> None:
@@ -396,7 +396,7 @@ def test_nothing_is_remembered_of_blocks_of_the_fastest_tier() -> None:
         engine.tiers[0].blocks[key] = payload(key)
     engine.load(A, engine.request(A))
     engine.settle()
-    assert not engine.manager._cascades.active
+    assert not engine.parts.cascades.active
 
 
 @pytest.mark.parametrize(("slots", "ahead"), [(4, 1), (8, 1), (32, 4)])
@@ -453,7 +453,7 @@ def test_a_block_that_waits_and_is_used_again_is_stored_once() -> None:
     keys = keys_of(*range(6))
     engine.store(keys)
     engine.tier.run()
-    engine.manager._poll()
+    engine.parts.poll()
     assert engine.load(keys, engine.request()) == [payload(key) for key in keys]
     engine.settle()
     assert list(engine.tier.blocks) == keys
@@ -563,7 +563,7 @@ def test_a_reset_forgets_leases() -> None:
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1), pin=True)
     engine.manager.reset()
-    assert not engine.manager._pins.active
+    assert not engine.parts.pins.active
     engine.store_and_forget(keys_of(1), pin="10m")
     assert engine.primary.marks.held == set(keys_of(1))
     engine.clock.now += 601
@@ -658,6 +658,6 @@ def test_pins_that_were_released_leave_nothing() -> None:
             engine.manager.release(keys_of(number))
         else:
             engine.manager.remove(keys_of(number))
-    pins = engine.manager._pins
+    pins = engine.parts.pins
     assert engine.primary.marks.held == set()
-    assert not pins._lengths and len(pins._ends._heap) <= 160
+    assert "Pins(0 leases" in repr(pins) and deadlines_of(pins)[1] <= 160

@@ -89,6 +89,11 @@ class Node:
         self._closed = False
         self._warned = False
 
+    def __repr__(self) -> str:
+        """Show the endpoint, its connections and the attempts to open more."""
+        state = f"{len(self._connections)} connections, {len(self._opening)} opening"
+        return f"Node({self.endpoint}, {state}, {'pausing' if self._reconnecting is not None else 'not pausing'})"
+
     @property
     def down(self) -> bool:
         """Whether requests currently fail immediately."""
