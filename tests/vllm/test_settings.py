@@ -216,7 +216,6 @@ OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "an override": {"hf_overrides": {"rms_norm_eps": 1e-5}},
     "type of states": {"mamba_cache_dtype": "float32"},
-    "type of SSM states": {"mamba_ssm_cache_dtype": "float32"},
     "code": {"trust_remote_code": True},
     "random weights": {"load_format": "dummy"},
     "LoRA": {"enable_lora": True},
@@ -233,6 +232,7 @@ OTHER_FIELDS: dict[str, Any] = {
     "model_config.runner": "pooling",
     "cache_config.mamba_cache_mode": "align",
     "cache_config.mamba_block_size": 512,
+    "cache_config.mamba_ssm_cache_dtype": "float16",  # vLLM replaces the argument on processors with AVX-512 BF16.
     "cache_config.kv_cache_dtype_skip_layers": ["0"],
     "cache_config.kv_sharing_fast_prefill": True,
     "cache_config.use_replayssm": True,
