@@ -138,7 +138,7 @@ class Keyring:
         self._read_at = clock()
 
     def __repr__(self) -> str:
-        return f"Keyring({self._source}, current key {self._keys.current})"
+        return f"Keyring({self._source}, current key {self._keys.current}, {'reading' if self._reading else 'read'})"
 
     @property
     def keys(self) -> Keys:

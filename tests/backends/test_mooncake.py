@@ -151,7 +151,8 @@ def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
     async def check() -> None:
         backend = MooncakeBackend(MooncakeConfig(master=address, segment="64MiB"))  # type: ignore[arg-type]
         await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
-        threads = backend._lanes.qsize()
+        lanes = backend._lanes
+        threads = lanes.qsize()
         try:
             record = memoryview(os.urandom(4096))
             assert list(await backend.put([RecordWrite(b"k", [record])])) == [Outcome.OK]
@@ -163,11 +164,11 @@ def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
                     async with asyncio.timeout(0.5):
                         await backend.get_into([RecordRead(b"k", [memoryview(target)])])
                 assert time.monotonic() - started < 5
-                assert backend._lanes.qsize() < threads
+                assert lanes.qsize() < threads
             finally:
                 process.send_signal(signal.SIGCONT)
             async with asyncio.timeout(60):
-                while backend._lanes.qsize() < threads:
+                while lanes.qsize() < threads:
                     await asyncio.sleep(0)
             assert target == bytes(4096)
             assert list(await backend.get_into([RecordRead(b"k", [memoryview(target)])])) == [Outcome.OK]

@@ -70,7 +70,7 @@ class Tier:
     def fill(self, *namespaces: Namespace) -> None:
         """Store blocks of some namespaces, by default of both."""
         for namespace in namespaces or (_SHORT, _LONG):
-            maker = self._maker(namespace)
+            maker = self.maker(namespace)
             self.stored[namespace] |= {maker.key(): maker.payload() for _ in range(_BLOCKS[namespace])}
             writes = [maker.write(key, payload) for key, payload in self.stored[namespace].items()]
             outcomes = _with_backend(self.options, namespace, lambda backend, writes=writes: backend.put(writes))
@@ -78,7 +78,7 @@ class Tier:
 
     def loaded(self, namespace: Namespace) -> set[bytes]:
         """Return the keys that an engine finds, after comparing their bytes."""
-        maker = self._maker(namespace)
+        maker = self.maker(namespace)
         targets = [maker.target(key) for key in self.stored[namespace]]
         reads = [target.read for target in targets]
         outcomes = _with_backend(self.options, namespace, lambda backend: backend.get_into(reads))
@@ -122,7 +122,8 @@ class Tier:
         )
         assert self.cli("EVAL", script, "1", name, str(ttl_s * 1000), str(idle_s)) == "OK"
 
-    def _maker(self, namespace: Namespace) -> RecordMaker:
+    def maker(self, namespace: Namespace) -> RecordMaker:
+        """Return a maker of records as old as the tier's."""
         maker = RecordMaker(namespace, RecordGeometry(RedisBackend.alignment, _SIZES[namespace]), self._rng)
         maker._codec = RecordCodec(
             namespace,
@@ -366,7 +367,7 @@ def test_a_block_that_is_stored_when_only_damaged_ones_were_known_stays(tier: Ti
     with Medium(parse_tier(tier.text)) as holdings:
         (namespace,) = (each for each in holdings.namespaces() if each.hex.startswith(_SHORT.hex[:32]))
         assert namespace.hex != _SHORT.hex
-        maker = tier._maker(_SHORT)
+        maker = tier.maker(_SHORT)
         writes = [maker.write(key, tier.stored[_SHORT][key]) for key in others]
         assert set(_with_backend(tier.options, _SHORT, lambda backend: backend.put(writes))) == {Outcome.OK}
         result = scrub(holdings, [namespace], dry=False)
@@ -432,7 +433,7 @@ def test_parts_of_two_equal_writes_form_a_block(tier: Tier) -> None:
     names = [tier.name(_LONG, key, part) for part in range(3)]
     tier.cli("RENAME", names[1], "kept")
     tier.cli("UNLINK", names[0], names[2])
-    write = tier._maker(_LONG).write(key, tier.stored[_LONG][key])
+    write = tier.maker(_LONG).write(key, tier.stored[_LONG][key])
     assert _with_backend(tier.options, _LONG, lambda backend: backend.put([write])) == [Outcome.OK]
     tier.cli("RENAME", "kept", names[1])
     tier.make_old(*names)
@@ -448,7 +449,7 @@ def test_a_stale_file_that_was_written_again_stays(tier: Tier) -> None:
     with Medium(parse_tier(tier.text)) as holdings:
         stale = holdings.stale_items()
         assert len(stale) == 2
-        maker = tier._maker(_LONG)
+        maker = tier.maker(_LONG)
         write = maker.write(key, tier.stored[_LONG][key])
         assert _with_backend(tier.options, _LONG, lambda backend: backend.put([write])) == [Outcome.OK]
         assert holdings.sweep(stale) == 0
@@ -610,7 +611,7 @@ def test_names_that_a_scan_gives_twice_count_once(tier: Tier, monkeypatch: pytes
 def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
     """A server lists a few hundred names at a time; all are found and removed, once each."""
     tier = Tier(server, rng)
-    maker = tier._maker(_SHORT)
+    maker = tier.maker(_SHORT)
     tier.stored[_SHORT] = {maker.key(): rng.randbytes(64) for _ in range(1500)}
     writes = [maker.write(key, payload) for key, payload in tier.stored[_SHORT].items()]
     assert set(_with_backend(tier.options, _SHORT, lambda backend: backend.put(writes))) == {Outcome.OK}

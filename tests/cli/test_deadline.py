@@ -102,8 +102,9 @@ def test_a_command_that_ends_in_time_is_not_interrupted() -> None:
     """Its watchdog ends with it, and Ctrl-C works as usual."""
     with Deadline("1h") as deadline:
         deadline.check()
-    deadline._thread.join(_PATIENCE_S)
-    assert not deadline._thread.is_alive()
+    watchdog = deadline._thread
+    watchdog.join(_PATIENCE_S)
+    assert not watchdog.is_alive()
     with pytest.raises(KeyboardInterrupt), Deadline("1h"):
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         signal.pause()

@@ -229,6 +229,12 @@ class HostileBackend(ListedBackend):
             yield block
 
 
+def make_hostile(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
+    """Give ``HostileBackend`` lists and methods until the end of the test."""
+    for name, member in members.items():
+        monkeypatch.setattr(HostileBackend, name, member)
+
+
 @pytest.mark.parametrize(
     ("listed", "scanned"),
     [
@@ -252,8 +258,7 @@ def test_a_backend_that_lists_nonsense_is_named(
     listed: list[Any], scanned: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No command ends in a traceback or removes any block: the error names the backend, and the status is 1."""
-    monkeypatch.setattr(HostileBackend, "listed", listed)
-    monkeypatch.setattr(HostileBackend, "scanned", [BlockInfo(b"good", 300), *scanned])
+    make_hostile(monkeypatch, listed=listed, scanned=[BlockInfo(b"good", 300), *scanned])
     for command in (["inspect", "--keys", "--json"], ["scrub"], ["gc", "--expire", "1s"]):
         done = run_here(*command, "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
         assert done.returncode == 1, done.stderr
@@ -267,9 +272,7 @@ def test_a_backend_with_wrong_outcomes_is_named(outcomes: Any, monkeypatch: pyte
     async def get_into(self: object, reads: object) -> Any:
         return outcomes
 
-    monkeypatch.setattr(HostileBackend, "listed", [NamespaceInfo("ab" * 32)])
-    monkeypatch.setattr(HostileBackend, "scanned", [BlockInfo(b"k", 300)])
-    monkeypatch.setattr(HostileBackend, "get_into", get_into)
+    make_hostile(monkeypatch, listed=[NamespaceInfo("ab" * 32)], scanned=[BlockInfo(b"k", 300)], get_into=get_into)
     done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
     assert (done.returncode, report_of(done)["set_aside"]) == (1, 0)
     (row,) = report_of(done)["unread"]
@@ -282,9 +285,12 @@ def test_blocks_that_can_not_be_read_here_and_there_end_no_scrub(monkeypatch: py
     async def get_into(self: object, reads: Sequence[RecordRead]) -> list[Outcome]:
         return [Outcome.IO_ERROR if read.key[0] % 2 else Outcome.MISS for read in reads]
 
-    monkeypatch.setattr(HostileBackend, "listed", [NamespaceInfo("ab" * 32)])
-    monkeypatch.setattr(HostileBackend, "scanned", [BlockInfo(bytes([number]), 300) for number in range(50)])
-    monkeypatch.setattr(HostileBackend, "get_into", get_into)
+    make_hostile(
+        monkeypatch,
+        listed=[NamespaceInfo("ab" * 32)],
+        scanned=[BlockInfo(bytes([number]), 300) for number in range(50)],
+        get_into=get_into,
+    )
     done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
     report = report_of(done)
     assert (done.returncode, len(report["unread"]), report["gone"], report["error"]) == (1, 25, 25, "")
@@ -296,9 +302,7 @@ def test_a_backend_that_fails_to_close_is_named(monkeypatch: pytest.MonkeyPatch)
     async def close(self: object) -> None:
         raise ValueError("at the end")
 
-    monkeypatch.setattr(HostileBackend, "listed", [NamespaceInfo("ab" * 32)])
-    monkeypatch.setattr(HostileBackend, "scanned", [])
-    monkeypatch.setattr(HostileBackend, "close", close)
+    make_hostile(monkeypatch, listed=[NamespaceInfo("ab" * 32)], scanned=[], close=close)
     done = run_here("inspect", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
     assert (done.returncode, "close raised ValueError" in done.stderr) == (1, True)
 

@@ -60,7 +60,7 @@ class TestFilesBackend(BackendTests):
     """Backends with a directory of their own, which a restart finds again."""
 
     @pytest.fixture(autouse=True)
-    def _directory(self, tmp_path: Path) -> None:
+    def make_directory(self, tmp_path: Path) -> None:
         self.directory = tmp_path
 
     async def make_backend(self) -> Backend:
@@ -78,7 +78,7 @@ class TestFilesTier(TierTests):
     exclusive = False
 
     @pytest.fixture(autouse=True)
-    def _directory(self, tmp_path: Path) -> None:
+    def make_directory(self, tmp_path: Path) -> None:
         self.directory = tmp_path
 
     def make_config(self) -> dict[str, Any]:
@@ -102,6 +102,6 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 class TestFilesHoldings(HoldingsTests):
     """The admin tools list, verify and remove the example's files."""
 
-    _directory = TestFilesBackend._directory
+    make_directory = TestFilesBackend.make_directory
     make_backend = TestFilesBackend.make_backend
     reopen = TestFilesBackend.reopen

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvstore.backends.base import Backend
+from kvstore.backends.peer.server import PeerServer
 from kvstore.errors import BackendError
 from kvstore.testing import BackendTests, TierTests
 from kvstore.testing.backend_harness import BackendHarness
@@ -31,6 +32,13 @@ def options(medium_name: str, **more: Any) -> dict[str, Any]:
     return {**named, "breaker_cooldown": "50ms", "breaker_cooldown_max": "100ms", **PATIENT, **more}
 
 
+def server_of(backend: ServedPeer) -> PeerServer:
+    """Return the server in which a backend serves its records."""
+    server = backend._server
+    assert server is not None
+    return server
+
+
 class PeerHarness(BackendHarness):
     """Shared parts of the suites below."""
 
@@ -46,14 +54,14 @@ class PeerHarness(BackendHarness):
         return ServedPeer(ServedConfig(**options(backend.medium_name, **self.more)))
 
     async def break_medium(self, backend: Backend) -> bool:
-        assert isinstance(backend, ServedPeer) and backend._server is not None
-        await backend._server.close()
+        assert isinstance(backend, ServedPeer)
+        await server_of(backend).close()
         backend.is_broken = True
         return True
 
     async def mend_medium(self, backend: Backend) -> None:
-        assert isinstance(backend, ServedPeer) and backend._server is not None
-        await backend._server.open()
+        assert isinstance(backend, ServedPeer)
+        await server_of(backend).open()
         backend.is_broken = False
         async with asyncio.timeout(30):
             while True:

@@ -117,8 +117,11 @@ class Engine:
         eventually(idle, 20, what="the end of all loads")
         stats = self.primary.stats()
         assert (stats.pinned, stats.abandoned, stats.writing) == (0, 0, 0)
-        for key in list(self.primary._slot_of):
-            self.prove(key, self.primary._slot_of[key])
+        keys = self.primary.keys()
+        for key in keys:
+            slot = self.primary.slot_of(key)
+            assert slot is not None
+            self.prove(key, slot)
 
     def close(self) -> None:
         """End it."""

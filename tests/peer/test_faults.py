@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry, RecordRead
 from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
+from kvstore.backends.peer.client import Peer
 from kvstore.backends.peer.config import endpoint_of
 from kvstore.backends.peer.limits import LIMITS, Limits
 from kvstore.backends.peer.protocol import Note, Op, Welcome
+from kvstore.backends.stream import Endpoint
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
@@ -44,6 +47,11 @@ async def opened(*peers: FakePeer, limits: Limits = LIMITS, **more: Any) -> Peer
     backend = PeerBackend(PeerConfig(peers=tuple(peer.address for peer in peers), **more), limits)
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     return backend
+
+
+def peers_of(backend: PeerBackend) -> dict[Endpoint, Peer]:
+    """Return the peers of a backend's configuration."""
+    return backend._listed
 
 
 def all_found(rig: TierRig, keys: list[bytes]) -> None:
@@ -99,7 +107,7 @@ async def test_the_verdict_is_about_the_peer_that_sent_the_block(fake: FakePeer,
     limits = Limits(distrust_s=3600.0 if damages else 0.0)
     with FakePeer(NAMESPACE) as other:
         backend = await opened(fake, other, limits=limits, **config)
-        sender = backend._listed[endpoint_of(fake.address)]
+        sender = peers_of(backend)[endpoint_of(fake.address)]
         fake.answer, other.answer = on_load(late), lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
         if not damages:
             sender.note_damaged()
@@ -135,7 +143,7 @@ async def test_the_verdict_is_about_the_last_sender(fake: FakePeer) -> None:
                 read = RecordRead(b"key", [memoryview(bytearray(HEADER_BYTES + 4096))])
                 assert list(await backend.get_into([read])) == [Outcome.OK]
             backend.note_damaged([b"key"])
-            downs = [backend._listed[endpoint_of(peer.address)].down for peer in (fake, other)]
+            downs = [peers_of(backend)[endpoint_of(peer.address)].down for peer in (fake, other)]
             assert downs == [False, True]
         finally:
             await backend.close()
@@ -286,11 +294,11 @@ async def test_a_connection_closed_while_idle_is_forgotten(fake: FakePeer) -> No
         await eventually_async(lambda: len(fake.questions) == 2, 20)
         fake.released.set()
         assert await asyncio.gather(*lookups) == [[True]] * 2
-        (peer,) = backend._listed.values()
-        assert len(peer._idle) == len(peer._pipes) == 2
+        (peer,) = peers_of(backend).values()
+        assert "2 of 2 connections idle" in repr(peer)
         peer._idle[-1][0].close()
         assert await backend.exists([b"c"]) == [True]
-        assert len(peer._idle) == len(peer._pipes) == 1
+        assert "1 of 1 connections idle" in repr(peer)
 
 
 @pytest.mark.parametrize(("idle_s", "opened_count"), [(3600.0, 1), (-1.0, 3)], ids=["not long", "long"])
@@ -309,7 +317,7 @@ async def test_close_waits_for_the_end_of_trials(fake: FakePeer) -> None:
     """Afterwards no task is left, and no connection."""
     fake.answer = honest_when_released
     backend = await opened(fake, **PATIENT)
-    (peer,) = backend._listed.values()
+    (peer,) = peers_of(backend).values()
     peer.start_trial()
     await eventually_async(lambda: fake.questions, 20)
     await backend.close()
@@ -325,7 +333,7 @@ async def test_a_peer_is_closed_while_a_call_is_being_cancelled(fake: FakePeer) 
     async with connected(fake) as backend:
         call = asyncio.create_task(backend.exists([b"key"]))
         await eventually_async(lambda: fake.questions, 20)
-        (peer,) = backend._listed.values()
+        (peer,) = peers_of(backend).values()
         call.cancel()
         await peer.close()
         with pytest.raises(asyncio.CancelledError):
@@ -484,11 +492,11 @@ def test_a_request_names_a_peer(serving: Serving) -> None:
     """A peer that a request names is contacted for it; a peer that the request may not name is not."""
     with rig_of(slot_bytes=SLOT_BYTES, request_peers=["127.0.0.0/8:1024-65535"], negative_ttl=60) as rig:
         assert rig.lookup(key_of(0)) is LookupResult.MISS
-        named = RequestContext("request-1", source=Source(serving.address), since=rig.tier._clock())
+        named = RequestContext("request-1", source=Source(serving.address), since=time.monotonic())
         assert rig.lookup(key_of(0), named) is LookupResult.HIT
         assert rig.load([key_of(0)], named).success
     with rig_of("127.0.0.1:1", slot_bytes=SLOT_BYTES, request_peers=["127.0.0.2:1024-65535"]) as rig:
-        named = RequestContext("request-2", source=Source(serving.address), since=rig.tier._clock())
+        named = RequestContext("request-2", source=Source(serving.address), since=time.monotonic())
         assert rig.lookup(key_of(0), named) is LookupResult.MISS
 
 

@@ -169,12 +169,13 @@ async def test_a_hanging_disk_keeps_its_buffers_and_nothing_else() -> None:
     disk = Hanging()
     backends: list[Backend] = [disk]
     stored = StoredRecords(backends, TierConfig(), NAMESPACE, SLOT_BYTES)
-    count = stored._pool.count
+    pool = stored._pool
+    count = pool.count
     for number in range(count // BATCH_MAX):
         keys = [b"%d-%d" % (number, place) for place in range(BATCH_MAX)]
         async with stored.reading(keys, 0.001) as records:
             assert records == {}
-    assert stored._pool.free_count < BATCH_MAX
+    assert pool.free_count < BATCH_MAX
     async with stored.reading([b"more"] * BATCH_MAX, 0.001) as records:
         assert records == {}
     assert await stored.find([b"failing"], 30) == set()
@@ -185,7 +186,7 @@ async def test_a_hanging_disk_keeps_its_buffers_and_nothing_else() -> None:
     async with stored.reading([b"a", b"b"], 30) as records:
         assert {key: bytes(body) for key, (_, body) in records.items()} == {key: payload(key) for key in (b"a", b"b")}
     del records
-    assert stored._pool.free_count == count
+    assert pool.free_count == count
     disk.targets.clear()
     stored.close()
-    assert stored._pool._map.closed
+    assert pool._map.closed

@@ -157,7 +157,7 @@ def test_a_block_that_leaves_while_it_is_being_lent(tier: PrimaryTier, moment: s
     """Whatever happens between the index lookup and the record of the loan, the row is right, or none is lent."""
 
     def evict() -> None:
-        tier.loans._lent.before = tier.loans._lent.after = lambda: None  # type: ignore[attr-defined]
+        loans.before = loans.after = lambda: None
         assert tier.remove(keys_of(1)[0])
         assert fill(tier, 21, 22, 23) is not None
         fill(tier, *((1,) if again else (24,)))

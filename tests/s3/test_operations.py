@@ -456,13 +456,14 @@ async def test_refused_conditions(faults: FaultServer, client: str, rng: random.
 async def test_abandoned_answer_closes_its_connection(faults: FaultServer, client: str) -> None:
     """Neither a text nor an object that arrives too slowly leaves its connection to the garbage collector."""
     opened_one = await opened_client(faults, client=client)
-    name = f"{opened_one._config.prefix}a"
+    prefix = opened_one._config.prefix
+    name = f"{prefix}a"
     await opened_one.put(name, [b"x" * 100], timeout_s=30)
     faults.plan(Fault.TRICKLE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         for call in (
-            lambda: opened_one.list_page(opened_one._config.prefix, timeout_s=2),
+            lambda: opened_one.list_page(prefix, timeout_s=2),
             lambda: opened_one.get_into(name, [memoryview(bytearray(100))], timeout_s=2),
         ):
             with pytest.raises(S3Error) as failure:

@@ -23,6 +23,13 @@ from tests.s3.packed import PACKED, blocks_of, reads_of, writes_of
 from tests.s3.servers import S3Server
 
 
+def index_of(backend: S3Backend) -> PackIndex:
+    """Return where a backend that packs blocks knows them to be."""
+    packs = backend._packs
+    assert packs is not None
+    return packs.index
+
+
 def bytes_of(read: RecordRead) -> bytes:
     """Return the bytes of a read."""
     return b"".join(read.buffers)[: read.filled_bytes]
@@ -86,8 +93,7 @@ async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: r
     parts = [blocks_of(rng, 4), blocks_of(rng, 4)]
     for part in parts:
         assert set(await writer.put(writes_of(part))) == {Outcome.OK}
-    packs = writer._packs
-    place = packs.index.place(next(iter(parts[0])))
+    place = index_of(writer).place(next(iter(parts[0])))
     faults.plan(fault, methods=("GET",), contains=place.pack)
     reader = await opened(faults, **more)
     for _ in range(3):
@@ -381,7 +387,8 @@ def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
     for number in range(8):
         keys = [bytes([number, i]) for i in range(3)]
         index.add(f"{number}p", made.pack_head([(key, 1) for key in keys])[1])
-    assert (len(index), len(index._packs)) == (9, 3)
+    assert repr(index) == "PackIndex(9 blocks in 3 packs)"
+    assert len(index) == 9
     assert bytes([5, 0]) in index
     assert bytes([4, 2]) not in index
     assert index.forget("6p") == [bytes([6, i]) for i in range(3)]
@@ -439,7 +446,8 @@ def test_emptied_packs_are_remembered_up_to_a_bound() -> None:
         assert index.remove([(f"{number:03}p", b"%03d" % number)]) == [f"{number:03}p"]
         assert index.knows(f"{number:03}p")
     assert sum(index.knows(f"{number:03}p") for number in range(100)) == 10
-    assert (len(index), len(index._packs)) == (0, 0)
+    assert repr(index) == "PackIndex(0 blocks in 0 packs)"
+    assert len(index) == 0
 
 
 async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: random.Random) -> None:
@@ -458,8 +466,7 @@ async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: rando
         reader = await opened(faults, **more)
         stack.push_async_callback(reader.close)
         assert await reader.exists(list(blocks)) == [True] * 3
-        packs = reader._packs
-        place = packs.index.place(next(iter(blocks)))
+        place = index_of(reader).place(next(iter(blocks)))
         await (await opened_client(faults)).delete_all([place.pack], timeout_s=30)
         assert set(await reader.get_into(reads_of(blocks))) == {Outcome.MISS}
         assert await reader.exists(list(blocks)) == [True] * 3
@@ -482,7 +489,7 @@ async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: ran
     blocks = blocks_of(rng, 3)
     assert await first.put(writes_of(blocks)) == [Outcome.OK] * 3
     bad = next(iter(blocks))
-    good_pack = first._packs.index.place(bad).pack  # type: ignore[union-attr]
+    good_pack = index_of(first).place(bad).pack  # type: ignore[union-attr]
     # Later in name order, so that it is the one in use.
     names, size = ObjectNames(more["prefix"], NAMESPACE), len(blocks[bad])
     head, _ = PackFormat(NAMESPACE).pack_head([(bad, size)])
@@ -497,7 +504,7 @@ async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: ran
     assert bytes_of(read) == blocks[bad]
     third = await opened(faults, **more)
     assert await third.exists(list(blocks)) == [True] * 3
-    assert third._packs.index.packs_of(bad) == [good_pack]  # type: ignore[union-attr]
+    assert index_of(third).packs_of(bad) == [good_pack]
     # A delete removes both copies.
     await third.delete([bad])
     assert await third.exists(list(blocks)) == [False, True, True]

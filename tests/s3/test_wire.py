@@ -118,7 +118,8 @@ async def test_bytes_behind_an_answer_cost_the_connection() -> None:
             answer = Answer()
             await wire.request([REQUEST], answer, timeout_s=20)
             assert (answer.status, answer.surplus) == (404, True)
-            assert (wire.connections_opened, wire.connections_dirty, len(wire._idle)) == (number, number, 0)
+            assert (wire.connections_opened, wire.connections_dirty) == (number, number)
+            assert " 0 idle" in repr(wire)
 
 
 @pytest.mark.parametrize("status", [404, 200])
@@ -147,7 +148,7 @@ async def test_an_answer_before_the_body_was_sent_ends_the_connection(status: in
             with pytest.raises(S3Error, match="before"):
                 await wire.request([REQUEST, slot], answer, timeout_s=20)
         assert answer.status == status
-        assert not wire._idle
+        assert " 0 idle" in repr(wire)
         slot[:] = b"\x01" * len(slot)
         read_on.set()
         await eventually_async(lambda: counts, 20)
@@ -169,7 +170,7 @@ async def test_a_connection_that_the_service_is_about_to_close_is_not_kept(
 
     async with served(serve) as wire:
         await wire.request([REQUEST], Answer(bodiless=bodiless), timeout_s=20)
-        assert len(wire._idle) == kept
+        assert f" {kept} idle" in repr(wire)
 
 
 async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
         async with asyncio.timeout(20):
             await ended.wait()
         assert heard in ([], [b""])
-        assert not wire._idle and not wire._busy
+        assert "0 idle, 0 busy" in repr(wire)
 
 
 async def test_nothing_comes_after_the_deadline() -> None:
@@ -229,7 +230,7 @@ async def test_nothing_comes_after_the_deadline() -> None:
         with memoryview(memory) as target, pytest.raises(S3Error) as caught:
             await wire.request([REQUEST], Answer([target]), timeout_s=1)
         assert caught.value.cause is Cause.TIMEOUT
-        assert not wire._idle and not wire._busy
+        assert "0 idle, 0 busy" in repr(wire)
         # Raises if any view of the memory is left.
         memory += b"."
         go_on.set()

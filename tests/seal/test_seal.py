@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.codec.coding import Decoder
+from kvstore.codec.keyring import Keys
 from kvstore.codec.record import RecordCodec, RecordFault, decode_header
 from kvstore.codec.seal import AeadSeal, MacSeal
 from kvstore.errors import ConfigError, RecordError
@@ -20,6 +21,16 @@ from tests.seal.keyrings import NAMESPACE, document, header, make_seal, secret, 
 Kind = type[AeadSeal] | type[MacSeal]
 KINDS: list[Kind] = [AeadSeal, MacSeal]
 SIZES = [0, 1, 15, 16, 17, 4096, 70_001, 2 << 20]
+
+
+def keys_of(seal: AeadSeal | MacSeal) -> Keys:
+    """Return the keys of a seal."""
+    return seal._keyring.keys
+
+
+def derived_count(seal: AeadSeal | MacSeal) -> int:
+    """Return the number of derived keys that a seal holds in memory."""
+    return len(keys_of(seal)._derived)
 
 
 def sealed(seal: AeadSeal | MacSeal, associated: bytes, plain: bytes, key_id: int = 1) -> tuple[bytes, bytes]:
@@ -84,7 +95,7 @@ def test_keys_of_both_uses_are_cached_apart(tmp_path: Path) -> None:
     ]
     for wire_id, field, stored in (*records, *reversed(records)):
         assert opened(aead, wire_id, header(1), field, stored) == b"x" * 100
-    assert len(aead._keyring.keys._derived) == 2
+    assert derived_count(aead) == 2
 
 
 @pytest.mark.parametrize(("missing", "is_refused"), [(0, False), (1, True)])
@@ -139,7 +150,7 @@ def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> Non
     assert opened(seal, seal.wire_id, header(1), *old) == b"old"
     assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
     write(path, document(2))
-    soon(lambda: 1 not in seal._keyring.keys.masters, what="the end of the old key")
+    soon(lambda: 1 not in keys_of(seal).masters, what="the end of the old key")
     assert refused(seal, seal.wire_id, header(1), *old) == RecordFault.CODEC
     assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
 
@@ -207,14 +218,14 @@ def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
     try:
         for turn in range(3, 40):
             write(path, document(turn - 1, turn))
-            soon(lambda turn=turn: turn in seal._keyring.keys.masters, what="a reading")
+            soon(lambda turn=turn: turn in keys_of(seal).masters, what="a reading")
         soon(lambda: min(opened_count), what="a block that was opened, on each thread")
     finally:
         ended.set()
         for thread in threads:
             thread.join()
     assert not problems, problems[:3]
-    assert len(seal._keyring.keys._derived) <= 1024
+    assert derived_count(seal) <= 1024
 
 
 @pytest.mark.parametrize(

@@ -320,12 +320,14 @@ async def test_cancelled_parts_return_their_bytes_and_buffers(codec: str) -> Non
     await backend.begun.wait()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert mover._bytes.in_use == 2 * SLOT, "the second part does not wait for the only header"
+    moving = mover._bytes
+    assert moving.in_use == 2 * SLOT, "the second part does not wait for the only header"
     for task in reversed(tasks):
         task.cancel()
     await asyncio.wait(tasks)
-    assert (mover._bytes.in_use, mover._headers.free_count) == (0, 1)
-    assert mover._payload_rows.free_count == mover._payload_rows.count
+    assert (moving.in_use, mover._headers.free_count) == (0, 1)
+    rows = mover._payload_rows
+    assert rows.free_count == rows.count
     await backend.close()
     mover.close()
 

@@ -85,5 +85,5 @@ class Client:
         while time.monotonic() < deadline:
             for result in self.tier.get_finished():
                 return result
-            self.tier._channel.wait(0.05)
+            self.tier.wait(0.05)
         raise TimeoutError(f"job {self._job} was not reported within {timeout_s} s")

@@ -456,10 +456,10 @@ class Engine:
         """Wait until every tier of kvstore's manager lists at least this many blocks; return the numbers."""
         tiers = self._core().scheduler.connector.connector_scheduler.manager.manager.tiers
         deadline = time.monotonic() + 90
-        while any(len(tier._presence) < least for tier in tiers):
-            assert time.monotonic() < deadline, f"the blocks {[len(tier._presence) for tier in tiers]} are too few"
+        while min(known := [len(tier._presence) for tier in tiers]) < least:
+            assert time.monotonic() < deadline, f"the blocks {known} are too few"
             assert all(tier.drain(10) for tier in tiers)
-        return [len(tier._presence) for tier in tiers]
+        return known
 
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core

@@ -146,6 +146,11 @@ def made(path: Path) -> Path:
     return path
 
 
+def is_checking(known: Adapters) -> bool:
+    """Return whether a check has begun and not ended."""
+    return bool(known._running)
+
+
 def begun(known: Adapters, path: Path) -> tags.Check:
     """Begin a check."""
     return known.check(SimpleNamespace(lora_name=path.name, lora_path=str(path)))
@@ -164,7 +169,7 @@ def test_an_adapter_that_hangs_keeps_one_thread(tmp_path: Path, hung: Path) -> N
     known = Adapters(Limits(check_s=600.0, threads_max=2))
     for _ in range(3):
         begun(known, hung)
-        eventually(lambda: bool(known._running), 60, what="the start of the check")
+        eventually(lambda: is_checking(known), 60, what="the start of the check")
     assert digest(known, made(tmp_path / "good")) is not None
     assert digest(known, made(tmp_path / "other")) is not None
 
@@ -173,7 +178,7 @@ def test_waiting_checks_are_bounded(tmp_path: Path, hung: Path) -> None:
     """Requests of one adapter share a check; beyond the limit of adapters, a request has no digest at once."""
     known = Adapters(Limits(check_s=600.0, threads_max=1, waiting_max=3))
     begun(known, hung)
-    eventually(lambda: bool(known._running), 60, what="the start of the check")
+    eventually(lambda: is_checking(known), 60, what="the start of the check")
     paths = [made(tmp_path / name) for name in "abc"]
     a, b, c = [begun(known, path) for path in (paths[0], paths[1], hung)]
     assert [begun(known, path) for path in (paths[0], paths[1], hung)] == [a, b, c]

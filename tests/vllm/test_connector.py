@@ -59,23 +59,28 @@ class Connector(KVStoreConnector):
         )
         self.output: Any = SimpleNamespace(scheduled_new_reqs=[], preempted_req_ids=None, finished_req_ids=None)
 
+    @property
+    def statuses(self) -> dict[str, Any]:
+        """The requests that vLLM's scheduler half knows."""
+        return self.connector_scheduler._req_status  # type: ignore[no-any-return]
+
     def _add(self, request: Request) -> None:
         context = ReqContext(req_id=request.request_id)
         status = SimpleNamespace(req=request, req_context=context, transfer_jobs=set(), group_states=())
-        self.connector_scheduler._req_status[request.request_id] = status
+        self.statuses[request.request_id] = status
 
     def offers(self, request: Request) -> tuple[bool, bool]:
         """Return whether a request is offered a load, and whether the manager would store a block of it."""
         is_loaded = self.get_num_new_matched_tokens(request, 0) == (64, True)
-        context = self.connector_scheduler._req_status[request.request_id].req_context
+        context = self.statuses[request.request_id].req_context
         return is_loaded, bool(self.connector_scheduler.manager.prepare_store([b"key"], context).keys_to_store)
 
     def _end_copies(self, connector_output: Any) -> None:
-        for status in self.connector_scheduler._req_status.values():
+        for status in self.statuses.values():
             self.connector_scheduler.manager.complete_store([b"key"], status.req_context, True)
 
     def _build(self, scheduler_output: Any) -> str:
-        statuses = self.connector_scheduler._req_status
+        statuses = self.statuses
         flushed = {name: set(statuses[name].transfer_jobs) for name in statuses}
         self.calls.append(flushed or "built")
         return "meta"
@@ -129,10 +134,8 @@ def test_a_reset_forgets_blocks_that_windows_may_have_freed() -> None:
     connector = Connector()
     groups = [RequestGroupState(block_ids=[1, 2, 3, 4], next_stored_chunk_idx=3) for _ in range(2)]
     waiting = [RequestGroupState(next_stored_chunk_idx=3) for _ in range(2)]
-    connector.connector_scheduler._req_status = {
-        "runs": SimpleNamespace(group_states=groups),
-        "waits": SimpleNamespace(group_states=waiting),
-    }
+    connector.statuses["runs"] = SimpleNamespace(group_states=groups)
+    connector.statuses["waits"] = SimpleNamespace(group_states=waiting)
     assert connector.reset_cache()
     assert [group.block_ids for group in (*groups, *waiting)] == [[1, 2, 3, 4], [0, 0, 0, 4], [], []]
     assert connector.calls == ["reset"]
@@ -144,7 +147,7 @@ def test_a_load_that_begins_in_a_step_is_not_flushed_in_it() -> None:
     statuses = {
         name: SimpleNamespace(transfer_jobs={job}, group_states=()) for name, job in (("stores", 1), ("loads", 2))
     }
-    connector.connector_scheduler._req_status = statuses
+    connector.statuses.update(statuses)
     connector.connector_scheduler._current_batch_load_jobs = {2: "load"}
     connector.output.preempted_req_ids = ["stores", "loads", "gone"]
     assert connector.build_connector_meta(connector.output) == "meta"
@@ -166,7 +169,7 @@ def test_blocks_that_a_request_has_freed_before_its_end_are_forgotten() -> None:
 
     names = {"runs": 79, "preempted": 0, "ended": 79, "ended late": 300, "ended early": 30}
     statuses = {name: status(computed) for name, computed in names.items()}
-    connector.connector_scheduler._req_status = statuses
+    connector.statuses.update(statuses)
     connector.output.preempted_req_ids = {"preempted", "gone"}
     connector.output.finished_req_ids = {"ended", "ended late", "ended early", "gone"}
     connector.build_connector_meta(connector.output)
@@ -185,7 +188,7 @@ def test_blocks_computed_from_a_failed_load_are_dropped() -> None:
     connector, first, second = Connector(), request("1", 64), request("2", 64)
     for each, block in ((first, 7), (second, 8)):
         connector.on_new_request(each)
-        status = connector.connector_scheduler._req_status[each.request_id]
+        status = connector.statuses[each.request_id]
         status.group_states = [RequestGroupState(block_ids=[block, 9 + block])]
     for failed in (set[int](), {7, 99}, {7}):
         connector.update_connector_output(SimpleNamespace(invalid_block_ids=failed))
@@ -259,7 +262,7 @@ def test_a_session_is_judged_at_each_turn(is_scheduled: bool) -> None:
     if is_scheduled:  # Otherwise it begins anew, after a preemption.
         connector.output.scheduled_new_reqs = [SimpleNamespace(req_id="session")]
         connector.build_connector_meta(connector.output)
-        context = connector.connector_scheduler._req_status["session"].req_context
+        context = connector.statuses["session"].req_context
         assert not connector.connector_scheduler.manager.prepare_store([b"key"], context).keys_to_store
     assert connector.offers(session) == (False, False)
     assert connector.engine.doubts["media"] == 1
@@ -276,11 +279,12 @@ def test_hashes_of_a_session_are_those_of_its_tokens(turns: list[tuple[int, int]
             break
         # As in vLLM's ``Scheduler._update_request_as_session``, up to 0.31.
         session.num_computed_tokens = session.num_tokens - 1
-        kept = session._all_token_ids[session.num_prompt_tokens : session.num_computed_tokens]
-        del session._all_token_ids[session.num_computed_tokens :]
+        tokens = session._all_token_ids
+        kept = tokens[session.num_prompt_tokens : session.num_computed_tokens]
+        del tokens[session.num_computed_tokens :]
         session._output_token_ids.clear()
         added = prompt(200 + number, turns[number + 1][0])
-        session._all_token_ids.extend(added)
+        tokens.extend(added)
         session.prompt_token_ids.extend(kept + added)
         session.update_block_hashes()
         session.num_prompt_tokens = len(session.prompt_token_ids)
@@ -311,9 +315,7 @@ def test_a_turn_brings_its_blocks_and_drops_the_keys_of_cut_tokens(
         keys = keys_of(before, number, step)
         groups.append(RequestGroupState(keys, [7] * len(keys), next_stored_chunk_idx=min(stored, len(keys))))
     session = SimpleNamespace(block_hashes=after, resumable=False)
-    connector.connector_scheduler._req_status["session"] = SimpleNamespace(
-        req=session, group_states=groups, transfer_jobs=set()
-    )
+    connector.statuses["session"] = SimpleNamespace(req=session, group_states=groups, transfer_jobs=set())
     connector.output.scheduled_new_reqs = [SimpleNamespace(req_id="session")]
     connector.build_connector_meta(connector.output)
     for number, (step, group) in enumerate(zip(steps, groups, strict=True)):

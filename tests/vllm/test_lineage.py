@@ -42,13 +42,18 @@ class Scheduler:
         self.held: dict[tuple[str | None, str | None], set[Any]] = {}
         """Stated blocks by medium and locality."""
 
+    @property
+    def payloads(self) -> dict[Any, Any]:
+        """The payloads that vLLM keeps for events."""
+        return self._events_tracker._pending_event_metadata
+
     def store(self, numbers: list[int], hashes_per_key: int = 1) -> None:
         """Compute a prompt of blocks and offload it; vLLM records the payloads first."""
         parent: bytes | None = None
         for number in numbers:
             hashes = [hash_within(number, i) for i in range(1, hashes_per_key)]
             hashes.append(key_of(number)[:-4])
-            self._events_tracker._pending_event_metadata[key_of(number)] = payload_of(  # type: ignore[index]
+            self.payloads[key_of(number)] = payload_of(  # type: ignore[index]
                 block_hashes=tuple(hashes), parent_block_hash=parent, token_ids=tokens_of(number, hashes_per_key)
             )
             parent = hashes[-1]
@@ -198,7 +203,7 @@ def test_tiers_of_one_medium_do_not_erase_each_others_blocks(tmp_path: Path, loc
     small = {"type": "file", "path": str(tmp_path / "small"), "capacity": "192KiB"}
     large = {"type": "file", "path": str(tmp_path / "large"), "capacity": "1GiB", "locality": locality}
     scheduler = Scheduler(small, large)
-    driver, payloads = scheduler.driver, scheduler._events_tracker._pending_event_metadata
+    driver, payloads = scheduler.driver, scheduler.payloads
     rows = driver.slots
     everything = list(range(1, 4 * rows + 1))
     hashes = 3
@@ -262,7 +267,7 @@ def test_a_payload_that_vllm_has_dropped_is_no_error(run: Start) -> None:
     first.wait_stored(2)
     again = run(seal=False)
     again.wait_stored(2)
-    again._events_tracker._pending_event_metadata.clear()
+    again.payloads.clear()
     again.read()
     assert again.driver.manager.errors.count == 0
 

@@ -290,8 +290,8 @@ def test_the_memory_stays_mapped_while_io_may_touch_it(
     """A shutdown with unfinished I/O leaves the region mapped; a later one unmaps it."""
     driver = opened([file_tier(tmp_path)], spec_class=KVStoreOffloadingSpec)
     unmapped: list[bool] = []
-    monkeypatch.setattr(driver.manager._region, "cleanup", lambda: unmapped.append(True))
     region = driver.manager._region
+    monkeypatch.setattr(region, "cleanup", lambda: unmapped.append(True))
     close = driver.manager.manager.close
     monkeypatch.setattr(driver.manager.manager, "close", lambda timeout_s: close(timeout_s) and False)
     driver.manager.shutdown()

@@ -127,6 +127,10 @@ class Peer:
         self._trial: asyncio.Task[None] | None = None
         self._closed = False
 
+    def __repr__(self) -> str:
+        """Show the number of connections."""
+        return f"Peer({self.endpoint}, {len(self._idle)} of {len(self._pipes)} connections idle)"
+
     @property
     def down(self) -> bool:
         """Whether the peer is paused now."""

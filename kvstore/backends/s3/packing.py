@@ -303,6 +303,10 @@ class PackIndex:
         self._gone: BoundedDict[tuple[str, BlockKey], None] = BoundedDict(_GONE_MAX)
         self._entries = 0
 
+    def __repr__(self) -> str:
+        """Show the number of known blocks and of packs with any of them."""
+        return f"PackIndex({len(self._places)} blocks in {len(self._packs)} packs)"
+
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._places
 

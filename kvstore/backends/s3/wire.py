@@ -34,6 +34,10 @@ class Wire:
         self.connections_opened = 0
         self.connections_dirty = 0
 
+    def __repr__(self) -> str:
+        """Show the number of connections."""
+        return f"Wire({self._endpoint}, {len(self._idle)} idle, {len(self._busy)} busy)"
+
     def close(self) -> None:
         """Close all connections immediately; running requests fail."""
         self._closed = True

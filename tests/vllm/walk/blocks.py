@@ -47,12 +47,12 @@ class WatchedSpec(KVStoreOffloadingSpec):
     """Type of the numbers of a block."""
     seen: ClassVar[Callable[[Seen], None] | None] = None
     """Called with each block."""
-    _workers: ClassVar[dict[str, Any]] = {}  # By the id of the engine.
+    workers: ClassVar[dict[str, Any]] = {}  # By the id of the engine.
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Return the worker, and remember where it puts each layer of a block."""
         worker = super().get_worker(kv_caches)
-        WatchedSpec._workers[self.config.engine_id] = self._host_worker
+        WatchedSpec.workers[self.config.engine_id] = self._host_worker
         return worker
 
     def get_manager(self) -> OffloadingManager:
@@ -89,7 +89,7 @@ class WatchedSpec(KVStoreOffloadingSpec):
 
     def _show(self, what: str, context: Any, key: Any, slot: int, version: int) -> None:
         if WatchedSpec.seen is not None:
-            layers = _layers_of(WatchedSpec._workers[self.config.engine_id], key, slot)
+            layers = _layers_of(WatchedSpec.workers[self.config.engine_id], key, slot)
             WatchedSpec.seen(Seen(what, context.req_id, bytes(key), version, layers))
 
 
