@@ -283,7 +283,7 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
 
 
 def _such_as(kind: Any) -> str:
-    """Return a value of a required option, for its error; empty if its name says what it is."""
+    """Return an example of an option's value, for the error that it is missing; empty for types without one."""
     examples = {Capacity: "'500GiB', or '80%' of the filesystem", ByteSize: "'8GiB'", Seconds: "'30s'"}
     return next((f", such as {examples[each]}" for each in _members(kind) if each in examples), "")
 

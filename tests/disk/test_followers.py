@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,13 @@ class Paused(OsDisk):
         self.stopped = threading.Event()
         self.goes_on = threading.Event()
         self._header_first = header_first
+
+    async def stopped_load(self, rig: Rig, keys: Iterable[BlockKey]) -> asyncio.Task[list[Outcome]]:
+        """Begin to load blocks; return once a read has stopped."""
+        self.stops = True
+        loading = asyncio.create_task(rig.outcomes_of(list(keys)))
+        await asyncio.to_thread(self.stopped.wait, 30)
+        return loading
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if not (self.stops and os.readlink(f"/proc/self/fd/{fd}").endswith(".seg")):
@@ -148,9 +155,7 @@ async def test_slot_reused_during_a_read_is_a_miss(tmp_path: Path, header_first:
     async with opened(tmp_path, 32) as one, opened(tmp_path, 32, disk=disk, engine="threads") as two:
         values = await one.put_new(8)
         await follows(two, values)
-        disk.stops = True
-        loading = asyncio.create_task(two.outcomes_of(list(values)))
-        await asyncio.to_thread(disk.stopped.wait, 30)
+        loading = await disk.stopped_load(two, values)
         while not {key for key, _ in one.removed} >= set(values):
             await one.put_new(4)
         disk.goes_on.set()
@@ -466,9 +471,7 @@ async def test_read_of_a_segment_removed_meanwhile_is_a_miss(tmp_path: Path) -> 
     async with opened(tmp_path, 256) as one, opened(tmp_path, 256, disk=disk, engine="threads") as two:
         values = await one.put_new(8)
         await follows(two, values)
-        disk.stops = True
-        loading = asyncio.create_task(two.outcomes_of(list(values)))
-        await asyncio.to_thread(disk.stopped.wait, 30)
+        loading = await disk.stopped_load(two, values)
         (segment,) = one.session.index.segments.values()
         one.session.roots[0].remove_segment(segment)
         disk.goes_on.set()

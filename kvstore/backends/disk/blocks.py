@@ -280,12 +280,14 @@ class Blocks:
 
         Blocks of a segment that another engine has removed are reported by the next look at the directory.
         """
-        tables = {op.place: self._index.at(op.place)[0].table.fd for op in lost}
-        disk = self._engine.disk
-        gone = await self._engine.call(
-            lambda: {place for place, fd in tables.items() if fd >= 0 and not disk.fstat(fd).st_nlink}
-        )
-        lost = [op for op in lost if op.place not in gone or self._is_ours(op.place)]
+        theirs = {each for op in lost if not (each := self._index.at(op.place)[0]).is_ours}
+        if theirs:
+            fstat = self._engine.disk.fstat
+            gone = await self._engine.call(
+                lambda: {each for each in theirs if each.table.fd >= 0 and not fstat(each.table.fd).st_nlink}
+            )
+            # One that this engine has taken meanwhile is another object.
+            lost = [op for op in lost if self._index.at(op.place)[0] not in gone]
         keys = [op.read.key for op in lost if self._index.place(op.read.key) == op.place]
         removed = await self._remove(keys, State.FREE)
         self._counts["stale_blocks"] += len(removed)

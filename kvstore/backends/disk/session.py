@@ -124,7 +124,7 @@ class Session:
         self.engine.release(self._files.close)
 
     def _stop(self) -> None:
-        """End upkeep. What it began continues, and may hold locks."""
+        """End upkeep, except for work under way, which may hold locks."""
         for task in self._tasks:
             task.cancel()
         for each in self.followers:
