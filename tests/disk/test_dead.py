@@ -74,7 +74,8 @@ async def test_dead_root_fails_no_probe_and_no_upkeep_of_another(tmp_path: Path)
         await eventually_async(
             lambda: lost.isdisjoint(rig.session.index.segments_in(1)), what="lost segments are dropped"
         )
-        shutil.rmtree(roots[1])
+        while roots[1].exists():
+            shutil.rmtree(roots[1], ignore_errors=True)  # The upkeep makes and removes files meanwhile.
         disk.ops = ()
         await rig.has_all(await rig.put_new(4))
         assert not rig.backend.stats().is_lost

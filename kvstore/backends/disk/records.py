@@ -114,14 +114,14 @@ class RecordMover:
 
     @staticmethod
     def is_asked_for(op: SlotRead) -> bool:
-        """Return whether a read found the record that the slot's row describes."""
-        return op.done_bytes >= PAGE and mark_of(op.page.view) == op.mark
+        """Return whether a read found the record that the slot's row describes, in a segment that was not truncated."""
+        return op.done_bytes == op.size_bytes and mark_of(op.page.view) == op.mark
 
     @staticmethod
     def deliver(op: SlotRead) -> None:
         """Copy header and, if necessary, payload to the request's buffers; only if :meth:`is_asked_for` is true."""
         page = op.page.view
-        filled = min(op.record_bytes, op.done_bytes - PAGE + HEADER_BYTES)
+        filled = op.record_bytes
         # The header shares its page with padding, so it is copied: 256 bytes.
         head = op.read.buffers[0]
         if filled >= HEADER_BYTES == head.nbytes and not op.bounce.nbytes:
