@@ -195,6 +195,13 @@ class Backend(ABC):
         """
         return False
 
+    def reader(self) -> Backend | None:
+        """Return a backend, not open yet, that only reads the same medium, from another process at the same time.
+
+        Its raw records are then sent to peers. The default: None, because the medium has no such reader.
+        """
+        return None
+
     def check(self) -> None:  # noqa: B027 - many have nothing to check.
         """Refuse a configuration that ``open`` would refuse on this machine; called before an engine loads weights.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from kvstore.backends.base import Backend
-from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import TierConfig, decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -21,6 +20,7 @@ from kvstore.runtime.process import ProcessChannel, ProcessSpec, find_backing
 from kvstore.tenants import Tenants
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
+from kvstore.tiers.lent import LentProcess
 from kvstore.tiers.preflight import check_before_opening
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
 from kvstore.tiers.url import tier_of_url
@@ -69,7 +69,7 @@ def open_tier(
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
         access_events: Whether it reports loads, too, one event per job.
         tenants: The tenants that share the medium; keys begin with their tags.
-        io: Host of the I/O side with ``"io": "auto"``; a thread has what is in memory or sent to peers.
+        io: Host of the I/O side with ``"io": "auto"``; a thread has tiers in memory and peer tiers that listen.
 
     Raises:
         ConfigError: The configuration can't be used; the medium is unchanged.
@@ -79,8 +79,10 @@ def open_tier(
     kind, options = _split(config)
     backend = _made(kind, options, tenants)
     namespace = namespace_of_tier(namespace, decoded := backend.config)
-    serves = lender is not None and _lend(backend, decoded, lender)
-    backend = wrap_backend(backend) if wrap_backend is not None else backend
+    serves = lender is not None and backend.set_lender(lender)
+    # Encoded and sealed records need a decoder or a key, which a peer may not have.
+    reader = backend.reader() if lender is not None and decoded.codec == "raw" else None
+    lent, backend = backend, wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
     # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
@@ -88,7 +90,12 @@ def open_tier(
         if _host(backend, io, serves=serves) == "process" and wrap_backend is None:
             payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
             payload["namespace"] = namespace.document()
-            channel = _opened_process(name, payload, memory)
+            # The tier is there without its reader, too.
+            optional = msgspec.structs.replace(decoded, required=False)
+            beside = None if reader is None else TierIOSpec(reader, optional, namespace, memory, slot_bytes, kind=kind)
+            channel = _opened_process(name, payload, memory, beside)
+        if lender is not None and reader is not None:
+            lender.backends.append(lent if channel is None else reader)
         if channel is None:
             spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
             channel = attach_to_shared_host(lambda post: TierIO(spec, post))
@@ -200,26 +207,20 @@ def _host(backend: Backend, io: Literal["thread", "process"], *, serves: bool) -
     return "thread" if serves or is_memory else io
 
 
-def _lend(backend: Backend, config: TierConfig, lender: Lender) -> bool:
-    """Return whether a backend serves peers from this process: one that listens, or local storage with raw records."""
-    if backend.set_lender(lender):
-        return True
-    is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io != "process"
-    # Encoded and sealed records need a decoder or a key, which a peer may not have.
-    if is_ours and config.codec == "raw" and backend.alignment == HEADER_BYTES:
-        lender.backends.append(backend)
-        return True
-    return False
+def _opened_process(
+    name: str, payload: dict[str, Any], primary: memoryview, reader: TierIOSpec | None
+) -> ProcessChannel | None:
+    """Return the open channel to an I/O process; None, with a warning, if this process can have none.
 
-
-def _opened_process(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:
-    """Return the open channel to an I/O process; None, with a warning, if this process can have none."""
+    ``reader``: Reads the medium for peers; None if they get none of its blocks.
+    """
     # Through JSON and back, so that values that cannot be sent fail here at start instead of in the child.
     plain = msgspec.json.decode(msgspec.json.encode(payload))
     try:
         backing = find_backing(primary)
         if backing is not None:
-            channel = ProcessChannel(ProcessSpec(f"{__name__}:make_io_side", plain, backing, name))
+            spec = ProcessSpec(f"{__name__}:make_io_side", plain, backing, name)
+            channel = ProcessChannel(spec) if reader is None else LentProcess(spec, reader)
             _open(channel)
             return channel
         reason = "it needs a primary tier in shared memory that can be opened again; this one is private"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region
 from kvstore.primary.lending import Lender
 from kvstore.testing.tier_rig import TierRig
+from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import LookupResult, Outcome, TransferJob
 from tests.peer.ports import free_port
@@ -38,26 +41,46 @@ def payload(key: bytes) -> bytes:
 class Engine:
     """An engine with half of its blocks in memory, and all of them on disk."""
 
-    def __init__(self, directory: Path, **disk: Any) -> None:
+    def __init__(self, directory: Path, served: Mapping[str, Any] | None = None, **disk: Any) -> None:
         self.region = Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES)
         self.primary = PrimaryTier(self.region.view(), SLOT_BYTES)
         self.lender = Lender(self.primary)
+        self._jobs = 0
         self.address = f"127.0.0.1:{free_port()}"
-        self.served = self._open({"backend": "peer", "listen": self.address, "timeout": 5})
+        self.served = self._open({"backend": "peer", "listen": self.address, "timeout": 5, **(served or {})})
         self.disk = self._open({"backend": "file", "path": str(directory), "capacity": "64MiB", **disk})
+        self.fill()
+
+    def fill(self) -> None:
+        """Store all blocks on disk, and half of them in memory."""
         for key, slot in zip(KEYS, self.primary.allocate(KEYS) or (), strict=True):
             with self.primary.row(slot) as row:
                 row[:] = payload(key)
-        self.disk.submit_store(TransferJob(1, KEYS, range(SLOTS)))
+        self._jobs += 1
+        self.disk.submit_store(TransferJob(self._jobs, KEYS, range(SLOTS)))
         assert self.disk.drain(30)
         assert [result.success for result in self.disk.get_finished()] == [True]
         self.primary.commit(KEYS[::2])
         self.primary.abort(KEYS[1::2])
+        # Beside an I/O process, they are read by a second backend, which soon finds them.
+        eventually(lambda: all(map(self._has_all, self.lender.backends)), 60, "blocks on disk that can be lent")
 
     def _open(self, options: dict[str, Any]) -> AsyncTier:
         return open_tier(
             options, primary=self.region.view(), slot_bytes=SLOT_BYTES, namespace=NAMESPACE, lender=self.lender
         )
+
+    def begin_epoch(self) -> None:
+        """Leave all blocks, as the manager does at a reset, and wait until both tiers have begun another epoch."""
+        tiers = self.served, self.disk
+        self.primary.clear()
+        for tier in tiers:
+            tier.begin_epoch()
+        eventually(lambda: [tier.get_finished() for tier in tiers] and all(tier.stats().epoch for tier in tiers))
+
+    def _has_all(self, backend: Backend) -> bool:
+        stats = backend.stats()
+        return stats.blocks + stats.gauges.get("foreign_blocks", 0) == SLOTS
 
     def close(self) -> None:
         """End it."""
@@ -67,17 +90,18 @@ class Engine:
         self.region.close()
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine with a disk."""
-    engine = Engine(tmp_path)
+@pytest.fixture(params=["thread", "process"])
+def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine with a disk, with its I/O on a thread and in another process."""
+    engine = Engine(tmp_path, io=request.param)
     yield engine
     engine.close()
 
 
-def rig_of(engine: Engine) -> TierRig:
+def rig_of(engine: Engine, **options: Any) -> TierRig:
     """Return a rig over a tier that loads from the engine."""
-    options = {"backend": "peer", "peers": [engine.address], "lookup_timeout": 10, "load_timeout": 20, "timeout": 10}
+    patient = {"lookup_timeout": 10, "load_timeout": 20, "timeout": 10}
+    options = {"backend": "peer", "peers": [engine.address], **patient, **options}
     return TierRig(options, namespace=NAMESPACE, slot_bytes=SLOT_BYTES, slots=SLOTS)
 
 
@@ -110,6 +134,41 @@ def test_a_damaged_block_is_absent_and_its_engine_is_trusted(engine: Engine, tmp
         assert rig.load(KEYS[2:6]).success
 
 
+def test_blocks_on_disk_are_lent_while_the_io_process_is_replaced(tmp_path: Path) -> None:
+    """Peers load blocks from the disk of an engine whose I/O process was killed, and later those of the next one."""
+    engine = Engine(tmp_path, io="process")
+    try:
+        with rig_of(engine) as rig:
+            pid = engine.disk.io_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            assert rig.load(KEYS).success
+            disk = engine.disk
+            eventually(lambda: disk.get_finished() or disk.io_pid not in (None, pid), 60, "another I/O process")
+            assert rig.load(KEYS).success
+    finally:
+        engine.close()
+
+
+def test_the_reader_of_a_disk_follows_its_epoch(tmp_path: Path) -> None:
+    """After a change of weights, peers get blocks on disk of the new epoch, and none of the earlier one."""
+    name = tmp_path / "epoch"
+    name.write_text("step-1")
+    epoch = {"epoch": {"file": str(name)}}
+    engine = Engine(tmp_path / "kv", epoch, io="process", **epoch)
+    try:
+        with rig_of(engine, **epoch) as rig:
+            assert rig.load(KEYS).success
+            name.write_text("step-2")
+            engine.begin_epoch()
+            assert rig.begin_epoch() == "step-2"
+            assert set(rig.load(KEYS).outcomes) == {Outcome.MISS}
+            engine.fill()
+            eventually(lambda: rig.load(KEYS).success, 60, "the blocks of the new epoch")
+    finally:
+        engine.close()
+
+
 def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
     """An engine with a closed disk tier still serves its memory."""
     engine.disk.close()
@@ -122,13 +181,12 @@ def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
     "disk",
     [
         pytest.param({"codec": "zstd:1"}, id="encoded"),
-        pytest.param({"io": "process"}, id="another-process"),
         pytest.param({"namespace": "another"}, id="another-namespace"),
         pytest.param({"epoch": {"file": "/nowhere/epoch"}}, id="an-epoch"),
     ],
 )
 def test_disk_with_unusable_records_is_not_offered(tmp_path: Path, disk: dict[str, Any]) -> None:
-    """If the disk's records are encoded, in another process, or under other names, only memory is served."""
+    """If the disk's records are encoded or under other names, only memory is served."""
     engine = Engine(tmp_path, **disk)
     try:
         with rig_of(engine) as rig:

@@ -48,6 +48,8 @@ class DiskBackend(Backend):
 
     In a forked process the backend is closed.
 
+    With ``reads_only``, it holds no segment and takes no stores, and other engines do not see it.
+
     Tests replace ``disk`` to inject faults.
     """
 
@@ -59,8 +61,9 @@ class DiskBackend(Backend):
     holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
     exclusive: bool = True
 
-    def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None) -> None:
+    def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None, reads_only: bool = False) -> None:
         super().__init__(config)
+        self.takes_stores = not reads_only
         self.config: DiskConfig = config
         self._disk = disk or OsDisk()
         self._open: Session | None = None
@@ -74,6 +77,10 @@ class DiskBackend(Backend):
     def check(self) -> None:
         for position in range(len(self.config.paths)):
             check_root(self._disk, position, self.config)
+
+    def reader(self) -> DiskBackend:
+        """Return a backend that finds the blocks of this one within about a second."""
+        return DiskBackend(self.config, disk=self._disk, reads_only=True)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Take the segments that no engine holds, and read their tables.
@@ -250,7 +257,9 @@ class DiskBackend(Backend):
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Session:
         listeners = self._report_added, self._report_removed
-        session = Session(self._disk, self.config, self._counts, *listeners, self.tenants)
+        session = Session(
+            self._disk, self.config, self._counts, *listeners, self.tenants, reads_only=not self.takes_stores
+        )
         await session.open(namespace, geometry)
         return session
 

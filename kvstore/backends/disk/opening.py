@@ -80,7 +80,6 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
                 ) from error
             raise
         undo.pop_all()
-    members.state(0)
     return root
 
 

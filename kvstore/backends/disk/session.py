@@ -71,6 +71,8 @@ class Session:
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
         tenants: Tenants | None = None,
+        *,
+        reads_only: bool = False,
     ) -> None:
         self.roots: list[Root] = []
         self.followers = []
@@ -80,6 +82,7 @@ class Session:
         self._on_added = on_added
         self._on_removed = on_removed
         self._tenants = tenants
+        self._reads_only = reads_only
         self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._removed: set[int] = set()  # Positions of roots whose directory was deleted.
@@ -156,7 +159,9 @@ class Session:
             self.roots.append(open_root(self.disk, position, self.config, namespace))
             self._files.callback(self.roots[-1].close)
         for root in self.roots:
-            root.note_roots(len(self.roots))
+            if not self._reads_only:
+                root.note_roots(len(self.roots))
+                root.members.state(0)
 
     def _segment_bytes(self, slot_bytes: int) -> int:
         """Return the length of the longest segment."""
@@ -185,7 +190,7 @@ class Session:
             self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
             durable, self._on_removed,
         )  # fmt: skip
-        for root in self.roots:
+        for root in () if self._reads_only else self.roots:
             # The ledger may be free in the first round of upkeep.
             with contextlib.suppress(LedgerBusyError):
                 await self.space.take_segments(root, report=False)
@@ -215,8 +220,10 @@ class Session:
 
     def duties(self, root: Root) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return the duties of upkeep of a root by name."""
-        return {
-            "directory": partial(self._notice_removal, root),
+        directory: dict[str, Callable[[], Awaitable[None]]] = {"directory": partial(self._notice_removal, root)}
+        if self._reads_only:
+            return directory
+        return directory | {
             "rows": partial(self.tables.settle, root.position),
             "uses": partial(self._count_uses, root),
             "files": partial(self.space.drop_lost, root),

@@ -1,0 +1,44 @@
+"""A tier in an I/O process whose blocks this process also reads, to send them to peers."""
+
+from __future__ import annotations
+
+from kvstore.runtime.host import ThreadChannel, attach_to_shared_host
+from kvstore.runtime.messages import BeginEpoch, EpochBegun, FromIO
+from kvstore.runtime.process import ProcessChannel, ProcessSpec
+from kvstore.tiers.tier_io import TierIO, TierIOSpec
+
+
+class LentProcess(ProcessChannel):
+    """The channel to the I/O process of a tier, beside a reader of its medium on the loop that serves peers.
+
+    The I/O process has no primary tier to serve from, and moves all other blocks without this process.
+
+    Args:
+        spec: The I/O process.
+        reader: The reader. It is opened, left and opened again like a tier, but has no scheduler half; peers are served
+            from its backend.
+    """
+
+    def __init__(self, spec: ProcessSpec, reader: TierIOSpec) -> None:
+        super().__init__(spec)
+        self._reader_spec = reader
+        self._reader: ThreadChannel | None = None
+
+    def open(self, timeout_s: float) -> None:
+        super().open(timeout_s)
+        self._reader = attach_to_shared_host(lambda _: TierIO(self._reader_spec, _ignore))
+        self._reader.open(timeout_s)
+
+    def receive(self) -> FromIO | None:
+        message = super().receive()
+        if isinstance(message, EpochBegun) and message.number and self._reader is not None:
+            self._reader.send([BeginEpoch(message.number, message.name)])
+        return message
+
+    def close(self, timeout_s: float) -> bool:
+        ended = super().close(timeout_s)
+        return (self._reader is None or self._reader.close(timeout_s)) and ended
+
+
+def _ignore(message: FromIO) -> None:
+    """Drop a message, because nobody waits for it."""

@@ -1,0 +1,64 @@
+"""A reader finds the blocks of a root's engines, and changes nothing for them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey
+from tests.disk.rig import GEOMETRY, NAMESPACE, Rig, opened, proved
+
+
+@contextlib.asynccontextmanager
+async def reading(rig: Rig) -> AsyncIterator[Rig]:
+    """Open a reader beside an engine, as another process does."""
+    reader = Rig(rig.backend.reader(), random.Random(0), NAMESPACE)
+    await reader.backend.open(NAMESPACE, GEOMETRY)
+    try:
+        yield reader
+    finally:
+        await reader.backend.close()
+
+
+async def finds(reader: Rig, values: dict[BlockKey, bytes]) -> None:
+    """Wait until a reader finds blocks, and compare their bytes."""
+    await eventually_async(lambda: set(reader.arrived) >= set(values), what="the reader finds the new blocks")
+    await reader.has_all(values)
+
+
+def members(root: Path) -> int:
+    """Return how many engines a root has, as its engines count them."""
+    return len(list((root / ".kvstore").glob("engine.*")))
+
+
+async def test_a_reader_finds_new_blocks_and_misses_evicted_ones(tmp_path: Path) -> None:
+    """Every block that a reader loads is right, while its engine replaces all blocks several times."""
+    async with opened(tmp_path, 64) as engine, reading(engine) as reader:
+        values = await engine.put_new(40)
+        await finds(reader, values)
+        for _ in range(8):
+            values |= await engine.put_new(32)
+            await proved(reader, values)
+        left = await engine.still_there(values)
+        await eventually_async(lambda: set(reader.arrived) >= set(left), what="the reader finds the last blocks")
+        assert await proved(reader, values) == len(left) < len(values)
+
+
+async def test_engines_do_not_count_a_reader(tmp_path: Path) -> None:
+    """A reader holds no segment, also of an engine that has ended; the next engine takes all of them."""
+    async with opened(tmp_path, 64) as engine:
+        values = await engine.put_new(60)
+        segments = engine.backend.stats().gauges["segments"]
+        async with reading(engine) as reader:
+            assert members(tmp_path) == 1
+            await engine.backend.close()
+            assert members(tmp_path) == 0
+            async with opened(tmp_path, 64) as following:
+                assert following.backend.stats().gauges["segments"] == segments
+                assert reader.backend.stats().gauges["segments"] == 0
+                await following.has_all(values)
+                await reader.has_all(values)
+                await finds(reader, await following.put_new(4))
