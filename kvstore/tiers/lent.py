@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+
+from kvstore.backends.base import Backend
 from kvstore.runtime.host import ThreadChannel, attach_to_shared_host
 from kvstore.runtime.messages import BeginEpoch, EpochBegun, FromIO
 from kvstore.runtime.process import ProcessChannel, ProcessSpec
@@ -15,18 +20,20 @@ class LentProcess(ProcessChannel):
 
     Args:
         spec: The I/O process.
-        reader: The reader. It is opened, left and opened again like a tier, but has no scheduler half; peers are served
-            from its backend.
+        backend: The reader's. Its I/O half opens it like that of a tier, but has no scheduler half.
+        side: The I/O half of the tier, as it would be in this process.
     """
 
-    def __init__(self, spec: ProcessSpec, reader: TierIOSpec) -> None:
+    def __init__(self, spec: ProcessSpec, backend: Backend, side: TierIOSpec) -> None:
         super().__init__(spec)
-        self._reader_spec = reader
+        # The tier is there without its reader, too.
+        config = msgspec.structs.replace(side.config, required=False)
+        self._side = replace(side, backend=backend, config=config, lineage=False)
         self._reader: ThreadChannel | None = None
 
     def open(self, timeout_s: float) -> None:
         super().open(timeout_s)
-        self._reader = attach_to_shared_host(lambda _: TierIO(self._reader_spec, _ignore))
+        self._reader = attach_to_shared_host(lambda _: TierIO(self._side, _ignore))
         self._reader.open(timeout_s)
 
     def receive(self) -> FromIO | None:

@@ -87,17 +87,12 @@ def open_tier(
     # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
         channel: Channel | None = None
+        spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
         if _host(backend, io, serves=serves) == "process" and wrap_backend is None:
-            payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
-            payload["namespace"] = namespace.document()
-            # The tier is there without its reader, too.
-            optional = msgspec.structs.replace(decoded, required=False)
-            beside = None if reader is None else TierIOSpec(reader, optional, namespace, memory, slot_bytes, kind=kind)
-            channel = _opened_process(name, payload, memory, beside)
+            channel = _opened_process(name, options, tenants, spec, reader)
         if lender is not None and reader is not None:
             lender.backends.append(lent if channel is None else reader)
         if channel is None:
-            spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
             channel = attach_to_shared_host(lambda post: TierIO(spec, post))
             _open(channel)
         tier = AsyncTier(
@@ -208,19 +203,21 @@ def _host(backend: Backend, io: Literal["thread", "process"], *, serves: bool) -
 
 
 def _opened_process(
-    name: str, payload: dict[str, Any], primary: memoryview, reader: TierIOSpec | None
+    name: str, options: Mapping[str, Any], tenants: Tenants | None, side: TierIOSpec, reader: Backend | None
 ) -> ProcessChannel | None:
     """Return the open channel to an I/O process; None, with a warning, if this process can have none.
 
-    ``reader``: Reads the medium for peers; None if they get none of its blocks.
+    ``side``: The I/O half as it would be here; ``reader``: reads its medium for peers, which otherwise get no block.
     """
+    payload = {"backend": side.kind, "options": options, "tenants": tenants, "slot_bytes": side.slot_bytes}
+    payload["namespace"] = side.namespace.document()
     # Through JSON and back, so that values that cannot be sent fail here at start instead of in the child.
     plain = msgspec.json.decode(msgspec.json.encode(payload))
     try:
-        backing = find_backing(primary)
+        backing = find_backing(side.primary)
         if backing is not None:
             spec = ProcessSpec(f"{__name__}:make_io_side", plain, backing, name)
-            channel = ProcessChannel(spec) if reader is None else LentProcess(spec, reader)
+            channel = ProcessChannel(spec) if reader is None else LentProcess(spec, reader, side)
             _open(channel)
             return channel
         reason = "it needs a primary tier in shared memory that can be opened again; this one is private"
