@@ -86,17 +86,14 @@ def open_tier(
     name = name or decoded.label or backend.name
     # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
-        channel: Channel | None = None
+        channel = None
         spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
         if _host(backend, io, serves=serves) == "process" and wrap_backend is None:
             channel = _opened_process(name, options, tenants, spec, reader)
         if lender is not None and reader is not None:
             lender.backends.append(lent if channel is None else reader)
-        if channel is None:
-            channel = attach_to_shared_host(lambda post: TierIO(spec, post))
-            _open(channel)
         tier = AsyncTier(
-            channel,
+            channel or _opened_thread(spec),
             decoded,
             name=name,
             medium=backend.medium,
@@ -200,6 +197,12 @@ def _host(backend: Backend, io: Literal["thread", "process"], *, serves: bool) -
     # Blocks in memory would end with an I/O process.
     is_memory = backend.medium is Medium.CPU and backend.locality is Locality.LOCAL
     return "thread" if serves or is_memory else io
+
+
+def _opened_thread(side: TierIOSpec) -> Channel:
+    channel = attach_to_shared_host(lambda post: TierIO(side, post))
+    _open(channel)
+    return channel
 
 
 def _opened_process(
