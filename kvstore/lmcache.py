@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.namespace import Namespace
+from kvstore.primary.region import Region, rounded_up
 from kvstore.tiers.threaded import ThreadedTier, check_threaded_tier
 
 logger = logging.getLogger("kvstore.lmcache")
@@ -314,9 +314,9 @@ class _Space:
                 'the kind in the tier\'s option "namespace", such as "fp8_e4m3".'
             )
         rows = max(2, min(_ROWS_MAX, _STAGING_BYTES // size_bytes))
-        self._memory = mmap.mmap(-1, rows * size_bytes)
-        self._memory.madvise(mmap.MADV_DONTDUMP)  # Core dumps must not contain users' prompts.
-        self._rows = np.frombuffer(self._memory, np.uint8).reshape(rows, size_bytes)
+        # In huge pages, and in rows of whole pages, which a drive fills without a copy.
+        self._region = Region.create(rows, rounded_up(size_bytes), name="kvstore-lmcache", populate=True)
+        self._rows = self._region.rows()[:, :size_bytes]
         self._free = list(range(rows))
         self._freed = threading.Condition()
         fields = {
@@ -325,7 +325,12 @@ class _Space:
             "shapes": [list(shape) for shape in layout.shapes],
             "dtypes": list(layout.dtypes),
         }
-        self.tier = ThreadedTier(config, primary=self._memory, slot_bytes=size_bytes, namespace=Namespace(fields))
+        try:
+            memory, row_bytes = self._region.view(), self._region.slot_bytes
+            self.tier = ThreadedTier(config, primary=memory, slot_bytes=row_bytes, namespace=Namespace(fields))
+        except BaseException:
+            self._release()
+            raise
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Any]) -> list[bool]:
         """Copy objects into staging rows, and store them."""
@@ -351,6 +356,11 @@ class _Space:
 
     def close(self) -> None:
         self.tier.close()
+        self._release()
+
+    def _release(self) -> None:
+        del self._rows
+        self._region.close()
 
     def _in_parts(self, count: int, move: Callable[[Sequence[int], slice], list[bool]]) -> list[bool]:
         """Move blocks, as many at a time as rows are free."""
