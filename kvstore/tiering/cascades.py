@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.bounded import BoundedDict
@@ -26,13 +28,23 @@ _SIGHTINGS_MAX: Final = 1 << 17
 """Maximum blocks with a count of uses; some megabytes of memory."""
 
 
+@dataclass(slots=True)
+class Below:
+    """The stores of a block that are left, and whether it stays above; only for blocks of which something is left."""
+
+    withheld: int = 0  # Mask of the tiers from which it is withheld.
+    pending: int = 0  # Mask of the tiers to which its store is pending.
+    uses: int = 1  # Uses that a withheld store needs at least; more for a block that was promoted from a slower tier.
+    stays: bool = True  # Whether it may stay in the primary tier (not with ``cpu: false``).
+
+
 class Cascades(Part):
     """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
 
-    Two masks of tiers are kept per block. A block is *withheld* from a tier if it was not stored there (policy, too few
-    sightings, no room, its tenant's rate, a failure). It is stored when a request that may store it uses it again. A
-    block is *owed* to a tier if it must be written there before the primary tier evicts it (``lazy``). A block withheld
-    for lack of room also joins the tier's queue (``TierLink.waiting``), and is stored when there is room.
+    A block is *withheld* from a tier if it was not stored there (policy, too few sightings, no room, its tenant's rate,
+    a failure). It is stored when a request that may store it uses it again. A store is *pending* if it must be made
+    before the primary tier evicts the block (``lazy``). A block withheld for lack of room also joins the tier's queue
+    (``TierLink.queue``), and is stored when there is room.
     """
 
     def __init__(self, core: Core, expiry: Expiry) -> None:
@@ -46,19 +58,15 @@ class Cascades(Part):
         self._all_bits = sum(link.bit for link in self._links)
         self._store_blocks_max = max(1, int(core.primary.slots * config.store_share))
         self._evictable_min = max(1, int(core.primary.slots * _LAZY_SHARE))
-        self._withheld: dict[BlockKey, int] = {}
-        self._owed: dict[BlockKey, int] = {}
-        self._transient: set[BlockKey] = set()
-        """Blocks that may not stay in the primary tier (``cpu: false``)."""
         self._backfill_uses = config.backfill_uses
-        self._filling: set[BlockKey] = set()
-        """Withheld blocks that were promoted from a slower tier; ``backfill.min_uses`` applies to them as well."""
+        self._below: defaultdict[BlockKey, Below] = defaultdict(Below)
+        self._pending_blocks = 0  # Blocks with pending stores.
         self._wanted: dict[BlockKey, None] = {}
-        """Owed blocks that are due for eviction, and not yet being stored."""
-        self._writing_back = 0  # Owed blocks being stored.
+        """Blocks with pending stores that are due for eviction, and not yet being stored."""
+        self._writing_back = 0  # Blocks whose pending stores have begun.
         self._sightings: BoundedDict[BlockKey, int] = BoundedDict(_SIGHTINGS_MAX)
         """Uses of blocks, for admission. The least recently seen blocks are dropped first."""
-        self.lost_blocks = 0  # Owed blocks that a tier failed to store before their eviction.
+        self.lost_blocks = 0  # Blocks whose pending stores failed.
 
     @property
     def waits(self) -> bool:
@@ -67,13 +75,14 @@ class Cascades(Part):
 
     @property
     def unsent(self) -> int:
-        """Number of blocks that are owed or wait for room, counted for each tier."""
-        return sum(map(int.bit_count, self._owed.values())) + sum(len(link.queue) for link in self._links)
+        """Number of blocks whose stores are pending or wait for room, counted for each tier."""
+        pending = sum(below.pending.bit_count() for below in self._below.values()) if self._pending_blocks else 0
+        return pending + sum(len(link.queue) for link in self._links)
 
     @property
     def making_room(self) -> bool:
         """Whether write-backs are running or due, which free slots."""
-        return bool(self._owed or self._writing_back)
+        return bool(self._pending_blocks or self._writing_back)
 
     def stored(self, keys: Sequence[BlockKey], slots: Sequence[int], state: RequestState) -> None:
         """Commit filled blocks in the primary tier and store them below, by their request's policy."""
@@ -102,8 +111,7 @@ class Cascades(Part):
         """Withhold promoted blocks from the faster tiers, which lack them: a later use may store them there."""
         faster = (link.bit - 1) & self._all_bits
         if faster and self._backfill_uses is not None:
-            self._withhold(keys, faster)
-            self._filling.update(keys)
+            self._withhold(keys, faster, self._backfill_uses)
 
     def note_sightings(self, keys: Sequence[BlockKey]) -> None:
         """Count one sighting of each block of a prefix.
@@ -124,10 +132,13 @@ class Cascades(Part):
             self._core.absent.note(keys, MissCause.STORE_POLICY)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Store withheld and owed blocks that a request uses again, by its policy."""
-        self._transient.difference_update(keys if state.policy.cpu else ())
-        notes = [key for key in keys if (key in self._withheld or key in self._owed) and state.may_store(key)]
-        ready = [key for key in notes if self._primary.lookup(key) is SlotState.READY]
+        """Make withheld and pending stores of blocks that a request uses again, by its policy."""
+        left = [key for key in keys if key in self._below]
+        if state.policy.cpu:
+            for key in left:
+                self._below[key].stays = True
+                self._drop_if_done(key)
+        ready = [key for key in left if state.may_store(key) and self._primary.lookup(key) is SlotState.READY]
         for link in state.store_links:
             bit = link.bit
             due = [key for key in ready if self._due(key, bit, state)]
@@ -140,12 +151,12 @@ class Cascades(Part):
                 self.send(link, due, state)
 
     def step(self) -> bool:
-        """Store waiting blocks as far as there is room, and write back owed blocks in time for their eviction."""
+        """Store waiting blocks as far as there is room, and make pending stores in time for evictions."""
         self._resume()
-        if self._owed:
+        if self._pending_blocks:
             self._primary.prepare_eviction(self._evictable_min - self._writing_back - len(self._wanted))
             self.write_wanted()
-        return bool(self._withheld or self._owed or self._transient) or self.waits
+        return bool(self._below) or self.waits
 
     def _resume(self) -> None:
         """Store waiting blocks in queue order, as far as there is room."""
@@ -161,21 +172,21 @@ class Cascades(Part):
             while waiting and len(due) < room:
                 key, _ = waiting.popitem(last=False)
                 # A request that used the block may have stored it in the meantime.
-                if self._withheld.get(key, 0) & link.bit:
+                if key in self._below and self._below[key].withheld & link.bit:
                     due.append(key)
             self._pin_and_submit(link, self._permitted(link, due), None)
 
     def write_wanted(self) -> None:
-        """Write back owed blocks that an allocation tried to evict."""
+        """Make the pending stores of blocks that an allocation tried to evict."""
         self._wanted.update(dict.fromkeys(self._primary.take_wanted()))
         if self._wanted:
-            self._write([key for key in self._wanted if key in self._owed])
-            self._wanted = {key: None for key in self._wanted if key in self._owed}
+            self._write(self._wanted)
+            self._wanted = {key: None for key in self._wanted if self._is_pending(key)}
 
     def write_all(self) -> None:
-        """Store all waiting and owed blocks, as far as there is room."""
+        """Make all waiting and pending stores, as far as there is room."""
         self._resume()
-        self._write(list(self._owed))
+        self._write(list(self._below))
 
     def finish(self, job: OpenJob, result: JobResult) -> None:
         """Process the result of a store and unpin its slots."""
@@ -204,27 +215,27 @@ class Cascades(Part):
 
     def end_transit(self, keys: Iterable[BlockKey]) -> None:
         """Drop the unpinned blocks that may not stay in the primary tier (``cpu: false``)."""
-        if self._transient:
-            gone = [key for key in keys if key in self._transient and self._primary.remove(key)]
+        if self._below:
+            passing = [key for key in keys if key in self._below and not self._below[key].stays]
+            gone = list(filter(self._primary.remove, passing))
             if gone:
                 self._core.left(gone, RemovalCause.REMOVED)
 
     def left(self, keys: Iterable[BlockKey]) -> None:
         """Drop the state of blocks that left the primary tier."""
         for key in keys:
-            self._withheld.pop(key, None)
-            self._owed.pop(key, None)
-            self._transient.discard(key)
-            self._filling.discard(key)
+            self._pending_blocks -= self._is_pending(key)
+            self._below.pop(key, None)
             for link in self._links:
-                # Neither withheld nor owed if a request that used the block stored it in the meantime.
+                # Neither withheld nor pending if a request that used the block stored it in the meantime.
                 if link.queue and link.queue.pop(key, False) is None:
                     link.dropped += 1
 
     def reset(self) -> None:
         """Drop all state, because the primary tier is cleared."""
-        for notes in (self._withheld, self._owed, self._transient, self._filling, self._wanted):
-            notes.clear()
+        self._below.clear()
+        self._wanted.clear()
+        self._pending_blocks = 0
         for link in self._links:
             link.queue.clear()
 
@@ -234,7 +245,8 @@ class Cascades(Part):
         whole = keys
         self.active = True
         if not policy.cpu:
-            self._transient.update(keys)
+            for key in keys:
+                self._below[key].stays = False
         for link in self._links:
             if link not in state.store_links:
                 self._withhold_from(link, keys, MissCause.STORE_POLICY)
@@ -245,7 +257,9 @@ class Cascades(Part):
             keys = [key for key in keys if self._sightings.get(key, 0) >= policy.min_uses]
         if policy.lazy and policy.cpu and state.store_links:
             mask = sum(link.bit for link in state.store_links)
-            self._owed.update((key, self._owed.get(key, 0) | mask) for key in keys)
+            for key in keys:
+                self._pending_blocks += not self._is_pending(key)
+                self._below[key].pending |= mask
             self._primary.mark_dirty(keys)
             return
         for link in state.store_links:
@@ -288,10 +302,11 @@ class Cascades(Part):
         else:
             link.queue.update(dict.fromkeys(keys))
 
-    def _write(self, keys: Sequence[BlockKey]) -> None:
-        """Write back owed blocks, as far as there is room. Blocks owed to a dead tier count as lost."""
+    def _write(self, keys: Iterable[BlockKey]) -> None:
+        """Make pending stores of blocks, as far as there is room. Those to a dead tier count as lost."""
         for link in self._links:
-            due = self._permitted(link, [key for key in keys if self._owed.get(key, 0) & link.bit])
+            pending = [key for key in keys if key in self._below and self._below[key].pending & link.bit]
+            due = self._permitted(link, pending)
             if link.dead:
                 self.lost_blocks += len(due)
                 self._settle(due, link.bit)
@@ -331,37 +346,42 @@ class Cascades(Part):
         self._jobs.submit(OpenJob(transfer, link, False, state, write_back=write_back))
 
     def _due(self, key: BlockKey, bit: int, state: RequestState) -> bool:
-        policy = state.policy
-        if self._owed.get(key, 0) & bit:
-            return not policy.lazy
-        if not self._withheld.get(key, 0) & bit:
-            return False
-        uses = policy.min_uses
-        if key in self._filling:
-            uses = max(uses, self._backfill_uses or 1)
-        return uses <= 1 or self._sightings.get(key, 0) >= uses
+        below, policy = self._below.get(key), state.policy
+        if below is None or below.pending & bit:
+            return below is not None and not policy.lazy
+        uses = max(policy.min_uses, below.uses)
+        return bool(below.withheld & bit) and (uses <= 1 or self._sightings.get(key, 0) >= uses)
+
+    def _is_pending(self, key: BlockKey) -> bool:
+        return key in self._below and self._below[key].pending > 0
 
     def _withhold_from(self, link: TierLink, keys: Sequence[BlockKey], cause: MissCause) -> None:
         self._withhold(keys, link.bit)
         link.unstored.note(keys, cause)
 
-    def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
+    def _withhold(self, keys: Sequence[BlockKey], mask: int, uses: int = 1) -> None:
         self.active = True
         for key in keys:
-            self._withheld[key] = self._withheld.get(key, 0) | mask
+            below = self._below[key]
+            below.withheld |= mask
+            below.uses = max(below.uses, uses)
 
     def _settle(self, keys: Sequence[BlockKey], bit: int) -> None:
         """Clear a tier's bit in the masks of blocks to be stored there; the job's pins protect them from now on."""
-        for notes in (self._withheld, self._owed):
-            if not notes:
+        for key in keys if self._below else ():
+            if (below := self._below.get(key)) is None:
                 continue
-            for key in keys:
-                mask = notes.get(key, 0)
-                if mask & bit and mask != bit:
-                    notes[key] = mask & ~bit
-                elif mask == bit:
-                    del notes[key]
-                    if notes is self._owed:
-                        self._primary.mark_clean((key,))
-                    else:
-                        self._filling.discard(key)
+            below.withheld &= ~bit
+            if not below.withheld:
+                below.uses = 1
+            if below.pending & bit:
+                below.pending &= ~bit
+                if not below.pending:
+                    self._pending_blocks -= 1
+                    self._primary.mark_clean((key,))
+            self._drop_if_done(key)
+
+    def _drop_if_done(self, key: BlockKey) -> None:
+        below = self._below[key]
+        if below.stays and not (below.withheld or below.pending):
+            del self._below[key]

@@ -620,7 +620,7 @@ class TieringManager:
         self._copies.all_ended()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Write back owed blocks, end all I/O within a deadline, and close the tiers. Idempotent.
+        """Make pending stores, end all I/O within a deadline, and close the tiers. Idempotent.
 
         Returns:
             Whether all I/O on the primary tier's memory has ended. The memory may be freed only if true.

@@ -355,9 +355,9 @@ def test_room_is_being_made_until_the_last_write_back_has_ended() -> None:
     engine = Engine(slots=4, policy={"lazy": True})
     engine.store(A)
     cascades = engine.parts.cascades
-    assert cascades.making_room, "blocks are owed"
+    assert cascades.making_room, "stores are pending"
     cascades.write_all()
-    assert not cascades._owed
+    assert not cascades.unsent
     assert cascades.making_room, "write-backs are under way"
     engine.settle()
     assert not cascades.making_room
