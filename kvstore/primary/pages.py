@@ -14,6 +14,7 @@ import errno
 import logging
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ _STEP_BYTES: Final = 64 << 20
 
 _THREADS_MAX: Final = 16
 """Threads beyond this number gain little, because they clear memory at the rate of its bus."""
+
+_HUGE_SECONDS_MAX: Final = 10.0
+_HUGE_SECONDS_PER_GIB_MAX: Final = 4.0
+"""Time of all threads for huge pages, so that a start takes a known time. Where memory is fragmented, the kernel moves
+other pages away: 1 to 3 s of CPU time a GiB were measured. Small pages take 0.3 s."""
 
 _TRIES: Final = 3
 """Attempts to collapse a page that another CPU uses at the moment (EAGAIN)."""
@@ -90,13 +96,11 @@ def populate(fd: int, size_bytes: int, *, huge_pages: bool = True) -> int:
                 work.stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
     if huge_pages and huge_bytes < size_bytes:
-        reason = f" ({os.strerror(work.refusal)})" if work.refusal else ""
         logger.warning(
-            "%s of the primary tier of %s are in small pages: the kernel made no huge ones%s. Loads and stores take "
-            "more CPU time.",
+            "%s of the primary tier of %s are in small pages: the kernel made %s. Loads and stores take more CPU time.",
             size_text(size_bytes - huge_bytes),
             size_text(size_bytes),
-            reason,
+            work.refusal,
         )
     return huge_bytes
 
@@ -124,7 +128,9 @@ class _Population:
         self._size_bytes = size_bytes
         self._address = address
         self._done_bytes = 0  # About, as threads add to it without a lock.
-        self.refusal = 0  # Error of the last huge page that the kernel did not make.
+        self._huge_s = _HUGE_SECONDS_MAX + _HUGE_SECONDS_PER_GIB_MAX * size_bytes / (1 << 30)
+        """Time left for huge pages, likewise."""
+        self.refusal = "no huge ones"  # With the error of the last huge page that the kernel did not make.
         self.stopped = Event()
 
     def step(self, start: int) -> _Step:
@@ -157,16 +163,22 @@ class _Population:
         """Put 2 MiB into a huge page; False if the kernel refuses."""
         if (address := self._address) is None:
             return False
+        began = time.monotonic()
         for _ in range(_TRIES):
             os.posix_fallocate(self._fd, at, mmap.PAGESIZE)  # Fails where an access would end the process by SIGBUS.
-            if _libc.madvise(address + at, HUGE_BYTES, _MADV_COLLAPSE) == 0:
-                return True
-            self.refusal = ctypes.get_errno()
-            if self.refusal == errno.EINVAL:
-                self._address = None  # This kernel never makes one.
-            if self.refusal != errno.EAGAIN:
+            is_made = bool(_libc.madvise(address + at, HUGE_BYTES, _MADV_COLLAPSE) == 0)
+            error = 0 if is_made else ctypes.get_errno()
+            if error != errno.EAGAIN:
                 break
-        return False
+        if not is_made:
+            self.refusal = f"no huge ones ({os.strerror(error)})"
+        self._huge_s -= time.monotonic() - began
+        if error == errno.EINVAL:
+            self._address = None  # This kernel never makes one.
+        elif self._huge_s < 0:
+            self._address = None
+            self.refusal = "the huge ones too slowly, because memory is fragmented or the processors are busy"
+        return is_made
 
 
 @contextlib.contextmanager

@@ -89,6 +89,15 @@ def test_a_refusal_leaves_small_pages() -> None:
     assert ended.stderr.count("in small pages") == 1
 
 
+def test_slow_huge_pages_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """If huge pages take longer than a start may, the rest is allocated in small ones, with the reason in the log."""
+    monkeypatch.setattr("kvstore.primary.pages._HUGE_SECONDS_MAX", -9.0)
+    with Region.create(200, HUGE_BYTES, populate=True) as region:
+        if "fragmented" not in caplog.text:
+            pytest.skip("this kernel makes no huge pages on request")
+        assert region.huge_bytes < region.size_bytes == _allocated(region)
+
+
 @pytest.mark.parametrize("looks", [1, 2])
 def test_a_shortage_during_the_allocation_ends_it(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
     """Memory that another program takes is noticed in time, and the error has the size of the tier."""
