@@ -298,9 +298,9 @@ class Space:
         """Add a segment that is held now, with its blocks."""
         for lock in (segment.table, segment.file):
             self._engine.admit(lock.fd)
-        self._tables.change_all(segment)
         if (doubled := self._followers[segment.root].take_over(segment, digests)) is None:
             doubled = self._index.open_segment(segment, digests)
+        self._tables.change_all(segment)
         self._tables.settle_later(doubled)
         # Also those that were followed: now this engine reports them to consumers of events.
         if report and (keys := segment.keys(segment.held())):
