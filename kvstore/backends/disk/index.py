@@ -180,6 +180,14 @@ class Index:
         if segment.id in self.segments:
             self._free[segment.id] = segment
 
+    def avoid(self, roots: Collection[int], duration_s: float) -> None:
+        """Let the segments of some roots rest at least for some time."""
+        until = time.monotonic() + duration_s
+        for segment in self.segments.values():
+            if segment.root in roots:
+                segment.rests_until = max(segment.rests_until, until)
+                self._rest_until = max(self._rest_until, until)
+
     def note_failures(self, places: Collection[int]) -> bool:
         """Note slots or rows that could not be written.
 
@@ -444,14 +452,15 @@ class Index:
         """Return the segment that is of more use with slots of this length; None if none is.
 
         That is the least used of those with shorter slots, if its average block was used before the next victim among
-        the slots of at least this length. If longer slots are wasted, it is the least used of those.
+        the slots of at least this length. If longer slots are wasted, it is the least used of those. None that rests.
         """
+        able = [each for each in self.segments.values() if not each.rests_until]
         if is_wasting:
-            longer = [each for each in self.segments.values() if each.head.slot_bytes > slot_bytes]
+            longer = [each for each in able if each.head.slot_bytes > slot_bytes]
             return min(longer, key=lambda each: each.average_age, default=None)
-        long = [each for each in self.segments.values() if each.head.slot_bytes >= slot_bytes]
+        long = [each for each in able if each.head.slot_bytes >= slot_bytes]
         oldest = min([int(each.age.min()) for each in long], default=EMPTY)
-        shorter = [each for each in self.segments.values() if each.head.slot_bytes < slot_bytes]
+        shorter = [each for each in able if each.head.slot_bytes < slot_bytes]
         found = min(shorter, key=lambda each: each.average_age, default=None)
         return found if found is not None and found.average_age < oldest else None
 
