@@ -59,9 +59,10 @@ class Drives:
         await self._engines[self._root_of.get(fd, 0)].call(partial(self.disk.fdatasync, fd))
 
     def frozen(self) -> set[int]:
-        """Return the positions of roots with writes under way of which none has ended for some seconds."""
+        """Return the positions of roots with writes under way of which none has ended for some seconds; not all."""
         since = time.monotonic() - FROZEN_S
-        return {root for root, count in enumerate(self._writing) if count and self._answered_at[root] <= since}
+        found = {root for root, count in enumerate(self._writing) if count and self._answered_at[root] <= since}
+        return found if len(found) < len(self._engines) else set()
 
     async def close(self, timeout_s: float) -> bool:
         """Close all engines; return whether everything has ended (:meth:`TransferEngine.close`)."""
@@ -93,8 +94,8 @@ class Drives:
         for each in transfers:
             # A file that was closed meanwhile fails with any engine.
             groups.setdefault(self._root_of.get(each.fd, 0), []).append(each)
-        if len(groups) < 2:
-            await move(*next(iter(groups.items()), (0, transfers)))
+        if len(groups) == 1:
+            await move(*groups.popitem())
             return
         # Exceptions are returned, because a cancelled call waits for all of them then.
         found = await asyncio.gather(*itertools.starmap(move, groups.items()), return_exceptions=True)
