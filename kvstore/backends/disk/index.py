@@ -283,30 +283,25 @@ class Index:
                 departing.append(place)
         return departing
 
-    def stay(self, places: Iterable[int]) -> list[BlockKey]:
-        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them.
-
-        Returns:
-            The keys of those whose segment left the index meanwhile: lookups find them no more.
-        """
-        left: list[BlockKey] = []
+    def stay(self, places: Iterable[int]) -> None:
+        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
         for place in places:
             segment, slot = self.at(place)
             segment.age_view[slot] = self._ages.now
-            if segment.id not in self.segments:
-                left.append(segment.key(slot))
-            elif self._shares is not None:
+            if segment.id in self.segments and self._shares is not None:
                 self._shares.enter(segment, slot, segment.key(slot))
-        return left
 
-    def hide(self, places: Iterable[int]) -> None:
-        """Hide departing blocks from lookups."""
+    def hide(self, places: Iterable[int]) -> list[BlockKey]:
+        """Hide departing blocks from lookups; return the keys of those that lookups have found."""
+        hidden: list[BlockKey] = []
         for place in places:
             segment, slot = self.at(place)
-            digest = digest_of(segment.key(slot))
-            self._table.remove(digest, place)
+            digest = digest_of(key := segment.key(slot))
+            if self._table.remove(digest, place):
+                hidden.append(key)
             if self._doubled:
                 self._doubled.pop(digest, None)
+        return hidden
 
     def leave(self, places: Sequence[int], state: int = State.FREE) -> list[BlockKey]:
         """Remove departed blocks, after their rows were written; free their slots, or retire them.
@@ -474,10 +469,9 @@ class Index:
 
     def close_segment(self, segment: Segment) -> list[BlockKey]:
         """Remove a segment with its last blocks; return their keys. Operations on its slots may still run."""
-        held = segment.held().tolist()
-        keys = self.withdraw(segment, held)
-        # Also those that depart.
-        self.hide([segment.first + slot for slot in held])
+        keys = self.withdraw(segment, segment.held().tolist())
+        # Also those that depart, whatever becomes of their rows.
+        keys += self.hide((segment.held() + segment.first).tolist())
         del self.segments[segment.id]
         self._free.pop(segment.id, None)
         self._ages.slots -= segment.head.slots

@@ -398,9 +398,7 @@ class Space:
             try:
                 failed = await self._tables.write([RowChange(place, State.FREE) for place in keys])
             finally:
-                if left := index.stay(failed):
-                    # Their segment was given up meanwhile; the next engine that holds it finds them.
-                    self._on_removed(left, RemovalCause.EVICTED)
+                index.stay(failed)
                 fails = index.note_failures(failed)
                 self._failure = next(iter(failed.values()), None)
                 gone = [place for place in keys if place not in failed]
