@@ -32,6 +32,11 @@ _OFF_SQES: Final = 0x10000000
 _SETUP_CLAMP: Final = 1 << 4
 _REGISTER_FILES: Final = 2
 _REGISTER_EVENTFD: Final = 4
+_REGISTER_IOWQ_MAX_WORKERS: Final = 19
+
+_WORKERS_MAX: Final = 1024
+"""Most kernel threads that run the operations of all rings of a thread. On a frozen filesystem each write keeps one.
+The kernel would take the limit from the first ring: its entries, or four for each processor if that is less."""
 
 SQE_ASYNC: Final = 1 << 4
 """Flag of a submission: a kernel thread runs the operation, so that submitting it never waits for the file."""
@@ -104,6 +109,8 @@ class Ring:
             self._map(params)
             self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             register(self._fd, _REGISTER_EVENTFD, [self.event_fd])
+            with contextlib.suppress(OSError):  # Linux 5.15.
+                register(self._fd, _REGISTER_IOWQ_MAX_WORKERS, [_WORKERS_MAX, 0])
             # Makes operations in flight at a kill visible to other processes, see kvstore.runtime.lifetime.
             if (lifetime := held()) is not None:
                 register(self._fd, _REGISTER_FILES, [lifetime])
@@ -198,7 +205,7 @@ def submit(fd: int, to_submit: int) -> int:
 
 
 def register(fd: int, what: int, numbers: Sequence[int]) -> None:
-    """Register files or an eventfd with a ring, see io_uring_register(2). Raises OSError."""
+    """Register files, an eventfd or limits with a ring, see io_uring_register(2). Raises OSError."""
     values = (ctypes.c_int32 * len(numbers))(*numbers)
     arguments = (ctypes.c_uint(what), ctypes.byref(values) if numbers else None, ctypes.c_uint(len(numbers)))
     _checked(_syscall(ctypes.c_long(_SYS_REGISTER), ctypes.c_int(fd), *arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,6 +84,39 @@ async def test_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) ->
         assert len(await there(rig, list(values))) >= BLOCKS - BLOCKS // 8 - 4
         disk.ops = ()
         assert (await stores(rig, 20))[Outcome.OK] == 20
+
+
+async def test_root_that_does_not_answer_costs_few_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither new blocks nor evictions use its slots while another root works, and it is used again after that."""
+    for module in ("drives", "space"):
+        monkeypatch.setattr(f"kvstore.backends.disk.{module}.FROZEN_S", 0.1)
+    disk, gate, roots = BadDisk(), threading.Event(), [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, BLOCKS, disk=disk, engine="threads", threads=2) as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        await rig.put_new(BLOCKS)
+        disk.ops, disk.bad, disk.gate = ("pwritev",), str(roots[1]), gate
+        drives, storing = rig.session.drives, set[asyncio.Task[list[Outcome]]]()
+        try:
+            while not disk.waiting:
+                storing.add(asyncio.create_task(rig.put(rig.new(1))))
+                await asyncio.sleep(0.02)
+            await eventually_async(lambda: drives.frozen() == {1})
+            with monkeypatch.context() as patch:
+                # A busy machine may be as slow with the other root.
+                patch.setattr(drives, "frozen", lambda: {1})
+                assert await stores(rig, BLOCKS // 2) == {Outcome.OK: BLOCKS // 2}
+        finally:
+            gate.set()
+        await asyncio.wait(storing)
+        assert {outcome for task in storing for outcome in task.result()} == {Outcome.OK}
+        await eventually_async(lambda: not drives.frozen())
+        disk.ops = ()
+
+        async def is_used_again() -> bool:
+            return any(holds(roots[1], key) for key in await rig.put_new(1))
+
+        await eventually_async(is_used_again)
 
 
 @pytest.mark.parametrize("op", ["pwritev", "fdatasync"])

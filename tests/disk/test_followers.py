@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -382,22 +383,24 @@ async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None
 
 
 async def test_new_holder_announces_all_rows(tmp_path: Path) -> None:
-    """Rows that an engine wrote just before it ended are seen by all others once another engine has the segment."""
+    """Rows that engines wrote just before they ended are seen by all others once one engine has all their segments."""
     disk = Silent()
     async with opened(tmp_path, 64) as reader:
         for task in reader.session._tasks:
             task.cancel()
-        async with opened(tmp_path, 64, disk=disk, engine="threads") as one:
-            await one.put_new(1)
-            await one.session.tables.end()
+        async with contextlib.AsyncExitStack() as stack:
+            ended = [await stack.enter_async_context(opened(tmp_path, 64, disk=disk, engine="threads")) for _ in "ab"]
+            for one in ended:
+                await one.put_new(1)
+                await one.session.tables.end()
             await reader.session.followers[0].refresh()
             disk.is_silent = True
-            values = await one.put_new(2)
+            values = await ended[0].put_new(2) | await ended[1].put_new(2)
         async with opened(tmp_path, 64) as taker:
             await taker.has_all(values)
             await taker.session.tables.end()
             await reader.session.followers[0].refresh()
-            assert await reader.backend.exists(list(values)) == [True, True]
+            assert await reader.backend.exists(list(values)) == [True] * 4
             await reader.has_all(values)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvstore import Namespace, TransferJob, open_tier
-from kvstore.testing.waiting import eventually
-from kvstore.types import JobResult, Outcome
+from kvstore.testing.waiting import eventually, eventually_async
+from kvstore.types import BlockKey, JobResult, Outcome
 from tests.disk.mounts import ext4, frozen
-from tests.disk.rig import opened
+from tests.disk.rig import opened, proved
 
 pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(180)]
 
@@ -43,6 +43,35 @@ async def test_close(tmp_path: Path, engine: str, busy: bool, monkeypatch: pytes
             await rig.scanned()
             await rig.has_all(values)
             await rig.has_all(await rig.put_new(2))
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+async def test_frozen_drive_costs_few_stores(tmp_path: Path, engine: str) -> None:
+    """Stores go to the other drive once the frozen one has not answered for some seconds; other engines see them."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with ext4(tmp_path / "a") as one, ext4(tmp_path / "b") as two:
+        roots = [one / "kv", two / "kv"]
+        async with opened(roots, 256, engine=engine) as other, opened(roots, 256, engine=engine) as rig:
+            # More than the capacity, so that stores evict.
+            for _ in range(40):
+                await rig.put(rig.new(8))
+            late: set[asyncio.Task[list[Outcome]]] = set()
+            stored: dict[BlockKey, bytes] = {}
+            with frozen(one):
+                async with asyncio.timeout(100):
+                    while len(stored) < 64:
+                        values = rig.new(1)
+                        storing = asyncio.create_task(rig.put(values))
+                        _, pending = await asyncio.wait({storing}, timeout=0.5)
+                        late |= pending
+                        if not pending and storing.result() == [Outcome.OK]:
+                            stored |= values
+                kept = [key for key in stored if key not in {key for key, _ in rig.removed}]
+                await eventually_async(lambda: set(other.arrived) >= set(kept[-8:]), 60, "the other engine's blocks")
+                assert await proved(other, {key: stored[key] for key in kept[-8:]})
+            await asyncio.wait(late)
+            await rig.has_all(await rig.still_there(stored))
 
 
 class Memory:

@@ -153,7 +153,8 @@ async def test_an_eviction_goes_on_when_its_store_is_cancelled(tmp_path: Path) -
         await rig.has_all(await rig.put_new(16))
 
 
-async def test_failed_eviction_of_a_segment_that_leaves_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+async def test_eviction_from_a_segment_that_leaves_is_reported(tmp_path: Path, fails: bool) -> None:
     """A segment was given up meanwhile, so lookups find the block no more, and its removal is reported."""
     disk = HeldRows()
     async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
@@ -165,7 +166,7 @@ async def test_failed_eviction_of_a_segment_that_leaves_is_reported(tmp_path: Pa
         for table in tables(tmp_path):
             table.unlink()
         await rig.session.space.drop_lost(rig.session.roots[0])
-        disk.fails = True
+        disk.fails = fails
         disk.go.set()
         await store
         assert {key for key, _ in rig.removed} >= set(values)

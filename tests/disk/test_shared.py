@@ -20,20 +20,20 @@ from tests.diskio.faulty_disk import FaultyDisk
 
 def once_read(rig: Rig, work: Callable[[], Awaitable[None]], *, first: bool = False) -> None:
     """Do something right after, or before, the next read of slots."""
-    engine, read = rig.session.engine, rig.session.engine.read
+    drives, read = rig.session.drives, rig.session.drives.read
 
     async def read_and_work(transfers: Sequence[Any], *args: Any) -> None:
         if not isinstance(transfers[0], SlotRead):
             await read(transfers, *args)
             return
-        engine.read = read  # type: ignore[method-assign]
+        drives.read = read  # type: ignore[method-assign]
         if first:
             await work()
         await read(transfers, *args)
         if not first:
             await work()
 
-    engine.read = read_and_work  # type: ignore[method-assign]
+    drives.read = read_and_work  # type: ignore[method-assign]
 
 
 async def test_row_of_each_engine_is_read_again(tmp_path: Path) -> None:

@@ -8,18 +8,20 @@ import errno
 import itertools
 import os
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
+from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import SLOT, BadDisk, Rig, opened, segment_bytes, tables
+from tests.disk.rig import SLOT, BadDisk, Rig, filled, opened, segment_bytes, tables
 from tests.diskio.faulty_disk import FaultyDisk
 
 _T = TypeVar("_T")
@@ -89,6 +91,60 @@ async def test_unfinished_segment_is_removed(tmp_path: Path) -> None:
         (namespace / "000008.notes").write_bytes(b"")
         await rig.put_new(1)
         assert {path.name[:6] for path in namespace.glob("0*")} == {"000000", "000001"}
+
+
+async def test_temporary_files_of_older_versions_are_removed(tmp_path: Path) -> None:
+    """A start that was killed left them under random names: one goes at the next start, one with the next segment."""
+    await filled(tmp_path, 1)
+    left = [tmp_path / ".kvstore/disk.json.1a2b3c4d.tmp", tables(tmp_path)[0].with_name("namespace.json.1a2b3c4d.tmp")]
+    for path in left:
+        path.write_bytes(b"{")
+    async with opened(tmp_path, 64) as rig:
+        assert [path.exists() for path in left] == [False, True]
+        await rig.put_new(8)
+        assert not any(path.exists() for path in left)
+
+
+async def test_segment_is_made_in_a_root_that_is_not_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one root's files are looked at, and the disk does not answer, further segments are made in the other."""
+    monkeypatch.setattr("kvstore.backends.disk.space.FROZEN_S", 3600.0)
+    disk, roots = BadDisk(), [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, 64, disk=disk) as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        space = rig.session.space
+        await rig.put_new(4)
+        await space.close()
+        before = [tables(root) for root in roots]
+        disk.ops, disk.bad, disk.gate = ("fstat",), str(before[0][0].with_suffix("")), threading.Event()
+        looking = asyncio.create_task(space.drop_lost(rig.session.roots[0]))
+        try:
+            await eventually_async(lambda: disk.waiting, what="a look at the files")
+            async with asyncio.timeout(20):
+                await rig.put_new(16)
+        finally:
+            disk.gate.set()
+        await looking
+        assert tables(roots[0]) == before[0]
+        assert len(tables(roots[1])) >= len(before[1]) + 7
+
+
+async def test_segment_that_can_not_be_let_go_holds_up_no_other_root(tmp_path: Path) -> None:
+    """Each root gives up a segment at a time: one that is still read does not keep another root from giving one."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    async with opened(roots, 64) as rig:
+        for task in rig.session._tasks:
+            task.cancel()
+        await rig.put_new(64)
+        session = rig.session
+        index, of_first = session.index, session.index.segments_in(0)
+        index.pin([segment.first for segment in of_first])
+        for root in session.roots:
+            root.capacity = Capacity(0)
+            await session.space.share(root)
+        assert {segment.root: remove for segment, remove in session.space._leaving.items()} == {0: True}
+        assert [len(tables(root)) for root in roots] == [16, 15]
+        index.unpin([segment.first for segment in of_first])
 
 
 async def test_engines_together_keep_the_capacity(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class DiskBackend(Backend):
                 "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
                 "foreign_blocks": float(len(session.index) - blocks),
                 "unsettled_rows": float(len(session.tables.unsettled)),
-                "io_uring": float(session.engine.name == "io_uring"),
+                "io_uring": float(session.drives.name == "io_uring"),
             },
             ready=not session.removed,
             is_lost=session.removed,

@@ -19,14 +19,16 @@ from typing import Final
 
 from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
 from kvstore.backends.disk.claims import Claims
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import PAGE, ROW_BYTES, State, digest_of, encode_rows, mark_of
 from kvstore.backends.disk.records import RecordMover, SlotRead, SlotWrite, aligned_buffer
 from kvstore.backends.disk.rows import RowChange, TableWriter
+from kvstore.backends.disk.segment import Segment
 from kvstore.backends.disk.space import Space
 from kvstore.backends.disk.table import NOWHERE
-from kvstore.diskio import Transfer, TransferEngine, bare
+from kvstore.diskio import Transfer, bare
 from kvstore.runtime.workers import to_the_end
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
@@ -46,7 +48,7 @@ class Blocks:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        drives: Drives,
         index: Index,
         tables: TableWriter,
         space: Space,
@@ -58,7 +60,7 @@ class Blocks:
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
         self.last_error = ""  # Text of the latest failure of a block.
-        self._engine = engine
+        self._drives = drives
         self._index = index
         self._tables = tables
         self._space = space
@@ -158,7 +160,7 @@ class Blocks:
                 segment, slot = index.at(place)
                 offset = slot * segment.head.slot_bytes
                 ops.append(self._mover.write(i, writes[i], digest, place, segment.file.fd, offset))
-            await self._engine.write(ops)
+            await self._drives.write(ops)
             if self._durable:
                 await self._sync(ops)
             # Written records are published even if this call is cancelled.
@@ -180,7 +182,7 @@ class Blocks:
         """Flush written records to the device; those of a segment that can't be flushed count as not written."""
         for fd in {op.fd for op in ops}:
             try:
-                await self._engine.call(partial(self._engine.disk.fdatasync, fd))
+                await self._drives.sync(fd)
             except OSError as error:
                 for op in ops:
                     if op.fd == fd:
@@ -229,7 +231,7 @@ class Blocks:
             for i, place in wanted:
                 ops.append(self._mover.read(i, reads[i], place, *index.at(place)))
             theirs = [op for op in ops if not index.at(op.place)[0].is_ours]
-            await self._engine.read(ops)
+            await self._drives.read(ops)
             reused = await self._reused(theirs) if theirs else ()
             lost: list[SlotRead] = []
             for op in ops:
@@ -251,7 +253,7 @@ class Blocks:
             Transfer(segment.table.fd, segment.head.row_at(slot), [memoryview(bytearray(ROW_BYTES))], ROW_BYTES)
             for segment, slot in at
         ]
-        await self._engine.read(looks)
+        await self._drives.read(looks)
         values = [(op.generation, State.USED, op.record_bytes, op.mark, op.read.key) for op in ops]
         expected = encode_rows(values, [slot for _, slot in at], [segment.head.segment for segment, _ in at])
         reused: set[SlotRead] = set()
@@ -282,10 +284,7 @@ class Blocks:
         """
         theirs = {each for op in lost if not (each := self._index.at(op.place)[0]).is_ours}
         if theirs:
-            fstat = self._engine.disk.fstat
-            gone = await self._engine.call(
-                lambda: {each for each in theirs if each.table.fd >= 0 and not fstat(each.table.fd).st_nlink}
-            )
+            gone = {each for each in theirs if await self._drives.of(each.root).call(partial(self._is_gone, each))}
             # One that this engine has taken meanwhile is another object.
             lost = [op for op in lost if self._index.at(op.place)[0] not in gone]
         keys = [op.read.key for op in lost if self._index.place(op.read.key) == op.place]
@@ -293,6 +292,10 @@ class Blocks:
         self._counts["stale_blocks"] += len(removed)
         if removed:
             self._on_removed(list(removed), RemovalCause.LOST)
+
+    def _is_gone(self, segment: Segment) -> bool:
+        """Return whether the table of a segment was removed; on a thread."""
+        return segment.table.fd >= 0 and not self._drives.disk.fstat(segment.table.fd).st_nlink
 
     async def _remove(self, keys: Sequence[BlockKey], state: int) -> dict[BlockKey, int]:
         """Remove blocks; return the place of each that was there. Their slots get this state.
@@ -344,7 +347,7 @@ class Blocks:
             segment, slot = self._index.at(place)
             wipes.append(Transfer(segment.file.fd, slot * segment.head.slot_bytes, [zeros], PAGE))
         try:
-            await self._engine.write(wipes)
+            await self._drives.write(wipes)
         except OSError as error:
             self.last_error = str(error)
         self._counts["wipe_errors"] += sum(wipe.done_bytes != PAGE for wipe in wipes)

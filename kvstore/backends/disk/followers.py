@@ -18,12 +18,13 @@ from typing import Final
 import numpy as np
 
 from kvstore.backends.disk import files
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.index import Index, News, RowChanges
 from kvstore.backends.disk.layout import GROUP_ROWS, ROW, State, stem_of
 from kvstore.backends.disk.root import Digests, Root, read_generations, read_rows
 from kvstore.backends.disk.segment import SLOT_BITS, SLOT_MASK, Segment
 from kvstore.backends.disk.watch import NAMES, WRITES, Watch
-from kvstore.diskio import OsDisk, TransferEngine
+from kvstore.diskio import OsDisk
 from kvstore.runtime.limits import Precedence
 
 _log = logging.getLogger("kvstore.backends.disk")
@@ -57,10 +58,11 @@ class Followed:
 class Followers:
     """Enters the blocks of other engines in one root into the index. Used from the loop thread."""
 
-    def __init__(self, engine: TransferEngine, root: Root, index: Index, on_news: Callable[[News], None]) -> None:
+    def __init__(self, drives: Drives, root: Root, index: Index, on_news: Callable[[News], None]) -> None:
         self.gone: list[Segment] = []
         """Segments that are not followed any more, and whose files are still open."""
-        self._engine = engine
+        self._drives = drives
+        self._engine = drives.of(root.position)
         self._root = root
         self._index = index
         self._on_news = on_news
@@ -213,8 +215,8 @@ class Followers:
                 if (opened := root.open_segment(number)) is not None:
                     segment, digests = opened
                     table = segment.table.fd
-                    self._engine.admit(table)
-                    self._engine.admit(segment.file.fd)
+                    for fd in (table, segment.file.fd):
+                        self._drives.admit(root.position, fd)
                     yield Followed(segment, root.disk.fstat(table), self._watch.add(table, WRITES)), digests
 
     async def _follow_new(self, *, report: bool) -> None:

@@ -180,6 +180,14 @@ class Index:
         if segment.id in self.segments:
             self._free[segment.id] = segment
 
+    def avoid(self, roots: Collection[int], duration_s: float) -> None:
+        """Let the segments of some roots rest at least for some time."""
+        until = time.monotonic() + duration_s
+        for segment in self.segments.values():
+            if segment.root in roots:
+                segment.rests_until = max(segment.rests_until, until)
+                self._rest_until = max(self._rest_until, until)
+
     def note_failures(self, places: Collection[int]) -> bool:
         """Note slots or rows that could not be written.
 
@@ -275,30 +283,25 @@ class Index:
                 departing.append(place)
         return departing
 
-    def stay(self, places: Iterable[int]) -> list[BlockKey]:
-        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them.
-
-        Returns:
-            The keys of those whose segment left the index meanwhile: lookups find them no more.
-        """
-        left: list[BlockKey] = []
+    def stay(self, places: Iterable[int]) -> None:
+        """Undo :meth:`depart` of blocks whose rows could not be written; other blocks are tried before them."""
         for place in places:
             segment, slot = self.at(place)
             segment.age_view[slot] = self._ages.now
-            if segment.id not in self.segments:
-                left.append(segment.key(slot))
-            elif self._shares is not None:
+            if segment.id in self.segments and self._shares is not None:
                 self._shares.enter(segment, slot, segment.key(slot))
-        return left
 
-    def hide(self, places: Iterable[int]) -> None:
-        """Hide departing blocks from lookups."""
+    def hide(self, places: Iterable[int]) -> list[BlockKey]:
+        """Hide departing blocks from lookups; return the keys of those that lookups have found."""
+        hidden: list[BlockKey] = []
         for place in places:
             segment, slot = self.at(place)
-            digest = digest_of(segment.key(slot))
-            self._table.remove(digest, place)
+            digest = digest_of(key := segment.key(slot))
+            if self._table.remove(digest, place):
+                hidden.append(key)
             if self._doubled:
                 self._doubled.pop(digest, None)
+        return hidden
 
     def leave(self, places: Sequence[int], state: int = State.FREE) -> list[BlockKey]:
         """Remove departed blocks, after their rows were written; free their slots, or retire them.
@@ -444,14 +447,15 @@ class Index:
         """Return the segment that is of more use with slots of this length; None if none is.
 
         That is the least used of those with shorter slots, if its average block was used before the next victim among
-        the slots of at least this length. If longer slots are wasted, it is the least used of those.
+        the slots of at least this length. If longer slots are wasted, it is the least used of those. None that rests.
         """
+        able = [each for each in self.segments.values() if not each.rests_until]
         if is_wasting:
-            longer = [each for each in self.segments.values() if each.head.slot_bytes > slot_bytes]
+            longer = [each for each in able if each.head.slot_bytes > slot_bytes]
             return min(longer, key=lambda each: each.average_age, default=None)
-        long = [each for each in self.segments.values() if each.head.slot_bytes >= slot_bytes]
+        long = [each for each in able if each.head.slot_bytes >= slot_bytes]
         oldest = min([int(each.age.min()) for each in long], default=EMPTY)
-        shorter = [each for each in self.segments.values() if each.head.slot_bytes < slot_bytes]
+        shorter = [each for each in able if each.head.slot_bytes < slot_bytes]
         found = min(shorter, key=lambda each: each.average_age, default=None)
         return found if found is not None and found.average_age < oldest else None
 
@@ -465,10 +469,9 @@ class Index:
 
     def close_segment(self, segment: Segment) -> list[BlockKey]:
         """Remove a segment with its last blocks; return their keys. Operations on its slots may still run."""
-        held = segment.held().tolist()
-        keys = self.withdraw(segment, held)
-        # Also those that depart.
-        self.hide([segment.first + slot for slot in held])
+        keys = self.withdraw(segment, segment.held().tolist())
+        # Also those that depart, whatever becomes of their rows.
+        keys += self.hide((segment.held() + segment.first).tolist())
         del self.segments[segment.id]
         self._free.pop(segment.id, None)
         self._ages.slots -= segment.head.slots

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import NOTES, stem_of
 from kvstore.backends.disk.note_file import Notes
 from kvstore.backends.disk.root import Root
 from kvstore.backends.disk.segment import SLOT_BITS, Segment
-from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey
 
 _SHARE = 128
@@ -20,8 +20,8 @@ _SHARE = 128
 class SegmentNotes:
     """The notes of our blocks; used from the loop thread."""
 
-    def __init__(self, engine: TransferEngine, roots: Sequence[Root], index: Index) -> None:
-        self._engine = engine
+    def __init__(self, drives: Drives, roots: Sequence[Root], index: Index) -> None:
+        self._drives = drives
         self._roots = roots
         self._index = index
         self._notes: dict[int, Notes] = {}
@@ -53,7 +53,7 @@ class SegmentNotes:
     def _of(self, segment: Segment) -> Notes:
         if segment.id not in self._notes:
             self._notes[segment.id] = Notes(
-                self._engine,
+                self._drives.of(segment.root),
                 self._roots[segment.root].namespace_fd,
                 segment.head.segment,
                 lambda key: self._segment_of(key) is segment,

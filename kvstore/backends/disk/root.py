@@ -127,8 +127,13 @@ class Root:
         found = files.read_json(self.disk, LAYOUT_NAME, self.state_fd)
         # A root that is not new is usable with another number, also on a full disk.
         with contextlib.suppress(LedgerBusyError, *(() if found is None else (OSError,))):
-            if found != document:
+            # Of starts of older versions that were killed.
+            left = [name for name in files.names_in(self.disk, self.state_fd) if name.endswith(".tmp")]
+            if left or found != document:
                 with ledger_held(self.disk, self.state_fd):
+                    for name in left:
+                        with contextlib.suppress(FileNotFoundError):
+                            self.disk.unlink(name, self.state_fd)
                     files.write_json(self.disk, LAYOUT_NAME, self.state_fd, document)
 
     def enter(self, digest: bytes) -> None:
@@ -598,7 +603,8 @@ class Root:
         def is_stale(name: str) -> bool:
             stem = name.partition(".")[0]
             is_whole = stem + ".tab" in entries and stem + ".seg" in entries
-            is_part = name.endswith(".tab.tmp") or (stem.isdecimal() and not is_whole)
+            # Older versions gave "namespace.json" a temporary name of its own at each start.
+            is_part = name.endswith(".tab.tmp") or ((stem.isdecimal() or name.endswith(".tmp")) and not is_whole)
             return is_part and files.is_own_file(entries[name])
 
         return {name: entries[name] for name in sorted(filter(is_stale, entries))}

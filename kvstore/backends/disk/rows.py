@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import GROUP_ROWS, PAGE, ROW_BYTES, State, encode_rows
 from kvstore.backends.disk.segment import SLOT_BITS, SLOT_MASK, Segment
-from kvstore.diskio import Transfer, TransferEngine, bare
+from kvstore.diskio import Transfer, bare
 from kvstore.types import BlockKey
 
 _ROWS_MAX = 1 << 12
@@ -49,17 +49,18 @@ class TableWriter:
         is_alone: Whether no other engine is known in these roots.
     """
 
-    def __init__(self, engine: TransferEngine, index: Index, is_alone: Callable[[], bool], *, durable: bool) -> None:
+    def __init__(self, drives: Drives, index: Index, is_alone: Callable[[], bool], *, durable: bool) -> None:
         self.unsettled: dict[int, int] = {}
         """Places whose row on the disk is unknown, and the state to write."""
-        self._engine = engine
+        self._drives = drives
         self._index = index
         self._durable = durable
         self._is_alone = is_alone
         self._is_ending = asyncio.Event()
-        self._changed: dict[int, set[int]] = {}
-        """Groups of rows by segment that have changed since their generation was written."""
-        self._announcing: asyncio.Task[None] | None = None
+        self._changed: dict[int, dict[int, set[int]]] = {}
+        """Groups of rows, by root and segment, that have changed since their generation was written."""
+        self._announcing: dict[int, asyncio.Task[None]] = {}
+        """By root, so that a frozen one delays no other."""
         self._announced: set[int] = set()
         """Segments whose generations are being written."""
 
@@ -80,24 +81,21 @@ class TableWriter:
                 transfers.append(Transfer(segment.table.fd, segment.rows_at + first * ROW_BYTES, [rows], rows.nbytes))
                 runs.append([change.place for change in changes[start:end]])
                 start = end
-        await self._engine.write(transfers)
+        await self._drives.write(transfers)
         failed: dict[int, OSError] = {}
         for transfer, places in zip(transfers, runs, strict=True):
             if transfer.done_bytes != transfer.size_bytes:
                 failed.update(dict.fromkeys(places, transfer.error or OSError("a row was written in part")))
         for places in runs:
-            self._changed.setdefault(places[0] >> SLOT_BITS, set()).update(
-                range((places[0] & SLOT_MASK) // GROUP_ROWS, (places[-1] & SLOT_MASK) // GROUP_ROWS + 1)
-            )
-        self._announce_soon()
+            first, last = ((place & SLOT_MASK) // GROUP_ROWS for place in (places[0], places[-1]))
+            self._note_changed(self._index.at(places[0])[0], range(first, last + 1))
         if self._durable:
             failed |= await self._sync([place for places in runs for place in places])
         return failed
 
     def change_all(self, segment: Segment) -> None:
         """Announce all rows of a segment: its last holder may have ended before it announced the last ones."""
-        self._changed[segment.id] = set(range(segment.head.groups))
-        self._announce_soon()
+        self._note_changed(segment, range(segment.head.groups))
 
     def settle_later(self, places: Collection[int], state: int = State.FREE) -> None:
         """Write rows with this state later."""
@@ -109,8 +107,8 @@ class TableWriter:
         Raises:
             OSError: Some rows still can't be written.
         """
-        if self._changed:
-            self._announce_soon()
+        if self._changed.get(root):
+            self._announce_soon(root)
         places = [place for place in self.unsettled if self._index.at(place)[0].root == root][:_ROWS_MAX]
         states = {place: self.unsettled.pop(place) for place in places}
         failed: dict[int, OSError] = dict.fromkeys(places, OSError("the write was cancelled"))
@@ -130,23 +128,27 @@ class TableWriter:
     async def end(self) -> None:
         """Announce what was written."""
         self._is_ending.set()
-        if self._announcing is not None:
-            await asyncio.wait({self._announcing})
+        if self._announcing:
+            await asyncio.wait(self._announcing.values())
 
-    def _announce_soon(self) -> None:
-        if self._announcing is None or self._announcing.done():
-            self._announcing = asyncio.get_running_loop().create_task(self._announce())
+    def _note_changed(self, segment: Segment, groups: Collection[int]) -> None:
+        self._changed.setdefault(segment.root, {}).setdefault(segment.id, set()).update(groups)
+        self._announce_soon(segment.root)
 
-    async def _announce(self) -> None:
-        """Write the generations of changed groups, until a write fails.
+    def _announce_soon(self, root: int) -> None:
+        if (task := self._announcing.get(root)) is None or task.done():
+            self._announcing[root] = asyncio.get_running_loop().create_task(self._announce(root))
+
+    async def _announce(self, root: int) -> None:
+        """Write the generations of changed groups in a root, until a write fails.
 
         They are hints, so a failure only delays what other engines see, until the next rows or :meth:`settle`.
         """
-        while self._changed:
+        while self._changed.get(root):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ALONE_S if self._is_alone() else _ANNOUNCE_S):
                     await self._is_ending.wait()
-            changed, self._changed = self._changed, {}
+            changed = self._changed.pop(root)
             transfers: dict[int, Transfer] = {}
             for number, groups in changed.items():
                 if (segment := self._index.segments.get(number)) is not None:
@@ -154,15 +156,15 @@ class TableWriter:
                     first, end = min(groups), max(groups) + 1
                     content = segment.generations[first:end].copy().view(np.uint8).data
                     transfers[number] = Transfer(segment.table.fd, PAGE + 4 * first, [content], content.nbytes)
-            self._announced = set(changed)
+            self._announced |= changed.keys()
             try:
                 with contextlib.suppress(OSError):
-                    await self._engine.write(list(transfers.values()))
+                    await self._drives.write(list(transfers.values()))
             finally:
-                self._announced = set()
+                self._announced -= changed.keys()
             failed = [number for number, each in transfers.items() if each.done_bytes != each.size_bytes]
             for number in failed:
-                self._changed.setdefault(number, set()).update(changed[number])
+                self._changed.setdefault(root, {}).setdefault(number, set()).update(changed[number])
             if failed:
                 return
 
@@ -177,7 +179,7 @@ class TableWriter:
         for number in {place >> SLOT_BITS for place in places}:
             try:
                 fd = self._index.at(number << SLOT_BITS)[0].table.fd
-                await self._engine.call(partial(self._engine.disk.fdatasync, fd))
+                await self._drives.sync(fd)
             except OSError as error:
                 failed.update({place: bare(error) for place in places if place >> SLOT_BITS == number})
         return failed

@@ -14,6 +14,7 @@ from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk.blocks import Blocks
 from kvstore.backends.disk.claims import Claims
 from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index, News
 from kvstore.backends.disk.layout import PAGE, SLOTS_MAX, slot_lengths
@@ -24,7 +25,7 @@ from kvstore.backends.disk.root import Root
 from kvstore.backends.disk.rows import TableWriter
 from kvstore.backends.disk.space import Space
 from kvstore.codec.record import HEADER_BYTES
-from kvstore.diskio import OsDisk, TransferEngine
+from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.tenants import Tenants
@@ -55,7 +56,7 @@ def segment_slots(capacity_bytes: int, slot_bytes: int) -> int:
 class Session:
     """Roots, index, tables and engine of an open backend; created by :meth:`open`."""
 
-    engine: TransferEngine
+    drives: Drives
     index: Index
     tables: TableWriter
     space: Space
@@ -100,9 +101,10 @@ class Session:
         slot_bytes = lengths[0]
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
-        self.engine = TransferEngine(self.disk, self.config.engine, threads=self.config.threads)
+        config = self.config
+        self.drives = Drives(self.disk, config.engine, len(config.paths), threads=config.threads)
         try:
-            await self.engine.call(partial(self._open_roots, namespace))
+            await self.drives.of(0).call(partial(self._open_roots, namespace))
             # The header has a page of its own.
             await self._begin(lengths, geometry.header_bytes + slot_bytes - PAGE)
         except OSError as error:
@@ -124,7 +126,7 @@ class Session:
     def close_late(self) -> None:
         """Close the files once the last thread has left the kernel, without waiting for that."""
         self._stop()
-        self.engine.release(self._files.close)
+        self.drives.release(self._files.close)
 
     def _stop(self) -> None:
         """End upkeep, except for work under way, which may hold locks."""
@@ -146,7 +148,7 @@ class Session:
     async def _leave(self) -> None:
         """Remove this engine's files in the roots, on a thread: a frozen disk would block the loop."""
         for root in self.roots:
-            await self.engine.call(root.members.leave)
+            await self.drives.of(root.position).call(root.members.leave)
 
     async def _abandon(self) -> None:
         """Close what a failed :meth:`open` has opened."""
@@ -179,15 +181,15 @@ class Session:
         slots_max = sum(root.capacity_bytes for root in self.roots) // lengths[0]
         claims = Claims()
         self.index = Index(slots_max, self._tenants)
-        self.tables = TableWriter(self.engine, self.index, self._is_alone, durable=durable)
-        self.followers = [Followers(self.engine, root, self.index, self._report) for root in self.roots]
-        self.notes = SegmentNotes(self.engine, self.roots, self.index)
+        self.tables = TableWriter(self.drives, self.index, self._is_alone, durable=durable)
+        self.followers = [Followers(self.drives, root, self.index, self._report) for root in self.roots]
+        self.notes = SegmentNotes(self.drives, self.roots, self.index)
         self.space = Space(
-            self.engine, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
+            self.drives, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
             lengths, self._segment_bytes(lengths[0]), self._on_added, self._on_removed,
         )  # fmt: skip
         self.blocks = Blocks(
-            self.engine, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
+            self.drives, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
             durable, self._on_removed,
         )  # fmt: skip
         for root in () if self._reads_only else self.roots:
@@ -252,7 +254,7 @@ class Session:
 
     async def _probe(self, root: Root) -> None:
         await self.tables.settle(root.position)
-        await self.engine.call(root.free_bytes)
+        await self.drives.of(root.position).call(root.free_bytes)
 
     @property
     def removed(self) -> bool:
@@ -262,7 +264,7 @@ class Session:
     async def _count_uses(self, root: Root) -> None:
         """Count the uses of our blocks by other engines."""
         segments = self.index.segments_in(root.position)
-        marked = await self.engine.call(lambda: [root.take_uses(each) for each in segments])
+        marked = await self.drives.of(root.position).call(lambda: [root.take_uses(each) for each in segments])
         for segment, slots in zip(segments, marked, strict=True):
             self.index.touch([segment.first + slot for slot in slots])
 
@@ -276,7 +278,7 @@ class Session:
             self._on_removed(news.removed, RemovalCause.EVICTED)
 
     async def _notice_removal(self, root: Root) -> None:
-        status = await self.engine.call(partial(self.disk.fstat, root.namespace_fd))
+        status = await self.drives.of(root.position).call(partial(self.disk.fstat, root.namespace_fd))
         if not status.st_nlink and root.position not in self._removed:
             _log.warning("%r was removed while in use; its blocks are lost", root.path)
             self._removed.add(root.position)
@@ -285,7 +287,7 @@ class Session:
         self._stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
-        if await self.engine.close(timeout_s):
+        if await self.drives.close(timeout_s):
             self._files.close()
         else:
             self.close_late()

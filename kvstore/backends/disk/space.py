@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstore.backends.disk.claims import Claims
+from kvstore.backends.disk.drives import FROZEN_S, Drives
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import PAGE, State
@@ -27,7 +28,6 @@ from kvstore.backends.disk.segment import SLOT_BITS, Segment
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import ByteSize
-from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
 _log = logging.getLogger("kvstore.backends.disk")
@@ -43,9 +43,6 @@ _ASK_AGAIN_S: Final = 1.0
 
 _ASKING_S: Final = 10.0
 """Time after a store for which an engine without room asks for some: its breaker may stop stores for up to 30 s."""
-
-_FROZEN_S: Final = 2.0
-"""Time after which a root that makes no segment is left out, if there are others."""
 
 _QUIET_TRIES: Final = 50
 _QUIET_PAUSE_S: Final = 0.01
@@ -72,7 +69,7 @@ class Space:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        drives: Drives,
         roots: Sequence[Root],
         index: Index,
         tables: TableWriter,
@@ -85,7 +82,7 @@ class Space:
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
-        self._engine = engine
+        self._drives = drives
         self._roots = roots
         self._index = index
         self._tables = tables
@@ -103,6 +100,8 @@ class Space:
         self._growing = asyncio.Lock()
         self._changing = [asyncio.Lock() for _ in roots]
         """Held while segments of a root are taken, made or given up, so that a frozen root stops no other one."""
+        self._silent: set[int] = set()
+        """Positions of roots that made no segment in time."""
         self._stored_at = -_ASKING_S
         self._lacks_room = False
         self._leaving: dict[Segment, bool] = {}
@@ -161,6 +160,7 @@ class Space:
     async def _take(self, count: int, length: int) -> list[int]:
         """Take at most ``count`` slots, of this length or a longer one."""
         index, longest = self._index, self._lengths[0]
+        index.avoid(self._drives.frozen(), FROZEN_S)
         places = index.take(count, length, length)
         try:
             while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
@@ -241,8 +241,11 @@ class Space:
             return self._changing[root.position].locked(), self._held_bytes(root)
 
         errors: list[Exception] = []
+        # One that did not answer in time is left out until it does.
+        silent = {position for position in self._silent if self._changing[position].locked()}
+        able = [root for root in self._roots if root.position not in silent] or self._roots
         # The root with the least segments or, if it is busy, full or failing, another one.
-        for root in sorted(self._roots, key=rank):
+        for root in sorted(able, key=rank):
             try:
                 got = await self._get_segment(root, length)
             except (OSError, LedgerBusyError) as error:
@@ -253,7 +256,7 @@ class Space:
                 self._lacks_room = False
                 self._counts["segments_added"] += 1
                 return True
-        if len(errors) == len(self._roots) and not self._keeps_failing():
+        if len(errors) == len(able) and not self._keeps_failing():
             # The failure may be temporary, so nothing is evicted yet.
             raise OSError(f"no segment could be made: {errors[0]}") from errors[0]
         self._full_until = time.monotonic() + _ASK_AGAIN_S
@@ -273,34 +276,36 @@ class Space:
         async def get() -> bool:
             try:
                 count, held_bytes = self._segment_bytes // length, self._held_bytes(root)
-                got = await self._engine.call(partial(root.get_segment, length, count, held_bytes))
+                got = await self._drives.of(root.position).call(partial(root.get_segment, length, count, held_bytes))
                 if got is not None:
                     self._admit(*got, report=True)
                 return got is not None
             finally:
                 lock.release()
+                self._silent.discard(root.position)
 
         try:
-            async with asyncio.timeout(_FROZEN_S if len(self._roots) > 1 else None):
+            async with asyncio.timeout(FROZEN_S if len(self._roots) > 1 else None):
                 await lock.acquire()
                 return await asyncio.shield(self._start(get()))
         except TimeoutError as error:
+            self._silent.add(root.position)
             raise OSError(errno.ETIMEDOUT, f"{root.path} does not answer") from error
 
     async def _take_from(self, root: Root, *, report: bool) -> None:
         async with self._changing[root.position]:
             # One at a time, because the content of all tables together is as large as the index.
             segments = root.take_segments(self._held_bytes(root))
-            while (taken := await self._engine.call(partial(next, segments, None))) is not None:
+            while (taken := await self._drives.of(root.position).call(partial(next, segments, None))) is not None:
                 self._admit(*taken, report=report)
 
     def _admit(self, segment: Segment, digests: Digests, *, report: bool) -> None:
         """Add a segment that is held now, with its blocks."""
         for lock in (segment.table, segment.file):
-            self._engine.admit(lock.fd)
-        self._tables.change_all(segment)
+            self._drives.admit(segment.root, lock.fd)
         if (doubled := self._followers[segment.root].take_over(segment, digests)) is None:
             doubled = self._index.open_segment(segment, digests)
+        self._tables.change_all(segment)
         self._tables.settle_later(doubled)
         # Also those that were followed: now this engine reports them to consumers of events.
         if report and (keys := segment.keys(segment.held())):
@@ -309,7 +314,9 @@ class Space:
     async def _share(self, root: Root) -> None:
         async with self._changing[root.position]:
             asked_bytes = self._segment_bytes if self._is_asking else 0
-            due = await self._engine.call(partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes))
+            due = await self._drives.of(root.position).call(
+                partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes)
+            )
             unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
             able = [each for each in self._index.segments_in(root.position) if each.id not in unsettled]
             is_giving = any(each.root == root.position for each in self._leaving)
@@ -323,7 +330,7 @@ class Space:
     async def _drop_lost(self, root: Root) -> None:
         async with self._changing[root.position]:
             segments = self._index.segments_in(root.position)
-            intact = await self._engine.call(lambda: [root.has_files_of(each) for each in segments])
+            intact = await self._drives.of(root.position).call(lambda: [root.has_files_of(each) for each in segments])
             for segment in [segment for segment, good in zip(segments, intact, strict=True) if not good]:
                 await self._give_up(segment, RemovalCause.LOST, remove=True)
 
@@ -351,8 +358,8 @@ class Space:
                 return
             await self._notes.forget(segment)
             if self._leaving[segment]:
-                await self._engine.call(partial(root.remove_segment, segment))
-            await self._engine.call(segment.close)
+                await self._drives.of(root.position).call(partial(root.remove_segment, segment))
+            await self._drives.of(root.position).call(segment.close)
             del self._leaving[segment]
             self._index.forget(segment)
             self._counts["segments_given_up"] += 1
@@ -391,9 +398,7 @@ class Space:
             try:
                 failed = await self._tables.write([RowChange(place, State.FREE) for place in keys])
             finally:
-                if left := index.stay(failed):
-                    # Their segment was given up meanwhile; the next engine that holds it finds them.
-                    self._on_removed(left, RemovalCause.EVICTED)
+                index.stay(failed)
                 fails = index.note_failures(failed)
                 self._failure = next(iter(failed.values()), None)
                 gone = [place for place in keys if place not in failed]

@@ -1,0 +1,107 @@
+"""The transfer engines of all roots: each root has its own, so that a frozen one holds up no transfer of another."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from kvstore.diskio import OsDisk, Transfer, TransferEngine, bare
+from kvstore.diskio.transfers import EngineChoice
+
+FROZEN_S: Final = 2.0
+"""Time without an answer after which a root counts as frozen, if there are others."""
+
+_Move: TypeAlias = Callable[[int, Sequence[Transfer]], Coroutine[Any, Any, None]]
+
+
+class Drives:
+    """Moves batches of transfers, those of each root with its engine. Used from the loop thread."""
+
+    def __init__(self, disk: OsDisk, choice: EngineChoice, roots: int, *, threads: int) -> None:
+        self.disk = disk
+        self._engines = [TransferEngine(disk, choice, threads=threads)]
+        self.name = self._engines[0].name
+        # Only the first one warns that there is no io_uring.
+        others: EngineChoice = "io_uring" if self.name == "io_uring" else "threads"
+        self._engines += [TransferEngine(disk, others, threads=threads) for _ in range(1, roots)]
+        self._root_of: dict[int, int] = {}
+        """By descriptor."""
+        self._writing = [0] * roots  # Batches under way.
+        self._answered_at = [0.0] * roots  # When the last batch of writes ended, or the first one under way began.
+
+    def of(self, root: int) -> TransferEngine:
+        """Return the engine of the root at this position."""
+        return self._engines[root]
+
+    def admit(self, root: int, fd: int) -> None:
+        """Prepare a file of a root for transfers; on any thread."""
+        self._root_of[fd] = root
+        self._engines[root].admit(fd)
+
+    async def read(self, transfers: Sequence[Transfer]) -> None:
+        """Read; errors and guarantees are those of :meth:`TransferEngine.read`."""
+        await self._move(lambda root, some: self._engines[root].read(some), transfers)
+
+    async def write(self, transfers: Sequence[Transfer]) -> None:
+        """Write, with the same guarantees."""
+        await self._move(self._write, transfers)
+
+    async def sync(self, fd: int) -> None:
+        """Flush a file to the device.
+
+        Raises:
+            OSError: It fails.
+        """
+        await self._engines[self._root_of.get(fd, 0)].call(partial(self.disk.fdatasync, fd))
+
+    def frozen(self) -> set[int]:
+        """Return the positions of roots with writes under way of which none has ended for some seconds; not all."""
+        since = time.monotonic() - FROZEN_S
+        found = {root for root, count in enumerate(self._writing) if count and self._answered_at[root] <= since}
+        return found if len(found) < len(self._engines) else set()
+
+    async def close(self, timeout_s: float) -> bool:
+        """Close all engines; return whether everything has ended (:meth:`TransferEngine.close`)."""
+        return all(await asyncio.gather(*[each.close(timeout_s) for each in self._engines]))
+
+    def release(self, close_files: Callable[[], None]) -> None:
+        """End without waiting; close files once no operation of any engine uses them any more."""
+        ended = itertools.count(1)
+
+        def close_if_last() -> None:
+            if next(ended) == len(self._engines):
+                close_files()
+
+        for each in self._engines:
+            each.release(close_if_last)
+
+    async def _write(self, root: int, transfers: Sequence[Transfer]) -> None:
+        if not self._writing[root]:
+            self._answered_at[root] = time.monotonic()
+        self._writing[root] += 1
+        try:
+            await self._engines[root].write(transfers)
+        finally:
+            self._writing[root] -= 1
+            self._answered_at[root] = time.monotonic()
+
+    async def _move(self, move: _Move, transfers: Sequence[Transfer]) -> None:
+        groups: dict[int, list[Transfer]] = {}
+        for each in transfers:
+            # A file that was closed meanwhile fails with any engine.
+            groups.setdefault(self._root_of.get(each.fd, 0), []).append(each)
+        if len(groups) == 1:
+            await move(*groups.popitem())
+            return
+        # Exceptions are returned, because a cancelled call waits for all of them then.
+        found = await asyncio.gather(*itertools.starmap(move, groups.items()), return_exceptions=True)
+        for some, error in zip(groups.values(), found, strict=True):
+            if isinstance(error, OSError):
+                for each in some:
+                    each.error = each.error or bare(error)
+            elif error is not None:
+                raise error
