@@ -15,19 +15,10 @@ import time
 from array import array
 from pathlib import Path
 
+from bench.common import leave_page_cache
 from tests.outside.check_sglang import PAGES, TOKENS, check, content, controller, fill, host_pool, load, store
 
 LAYERS = 64
-
-
-def leave_page_cache(directory: Path) -> None:
-    """Write all files of a directory to the disk, and drop their pages."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def main() -> None:

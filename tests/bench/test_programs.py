@@ -117,6 +117,9 @@ MODULES = {
 TESTED_ELSEWHERE = {
     "examples/prefill_decode.py": "tests/vllm/test_prefill_decode.py",
     "bench/generators.py": "tests/outside/check_generators.py",
+    "bench/hicache.py": "tests/outside/check_peers.py",
+    "bench/mooncake_ssd.py": "tests/outside/check_peers.py",
+    "bench/peers.py": "tests/outside/check_peers.py",
 }
 ENGINES = {"bench/events.py", "bench/gpu.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
 """Programs that start or import vLLM."""
