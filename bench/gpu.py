@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.common import Row, needs, print_table
 
-needs("torch", "transformers", "vllm")
+needs("torch")
 
 import torch
 
@@ -232,6 +233,8 @@ def main() -> int:
     parser.add_argument("--serve", default="", help="further arguments of `vllm serve`, in quotes")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, in a directory that is removed")
     arguments = parser.parse_args()
+    # Ends the running step, too, like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not arguments.rehearse and not torch.cuda.is_available():
         parser.error("No CUDA device here (torch.cuda.is_available() is false). Try --rehearse.")
     end = time.monotonic() + arguments.minutes * 60

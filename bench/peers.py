@@ -260,7 +260,7 @@ def measure_group(group: str, size: Size, runs: int, root: Path) -> Iterator[Row
             if name not in failures
         }
         for name in names:
-            row = {"bench": "peers", "group": group, "op": op, "system": name, "runs": runs}
+            row: Row = {"bench": "peers", "group": group, "op": op, "system": name, "runs": runs}
             if name in failures:
                 yield {**row, "block_bytes": size.kib << 10, "failure": failures[name][-160:]}
                 continue
