@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -167,9 +168,17 @@ class Options(NamedTuple):
 
 def run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """Run a command; return its status, or None if it was stopped at its limit, after which it prints its rows."""
-    with log.open("w") as output:
+    # Killed servers leave sockets among the temporary files.
+    temporary = tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True)
+    with temporary as name, log.open("w") as output:
         program = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": name},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             return program.wait(limit_s)
