@@ -3,6 +3,7 @@
 # make test-all   all tests but those of lint and test-versions (about a quarter of an hour)
 # make test-versions  random walks of real engines of vLLM 0.31 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
+# make gpu PYTHON=python3   tests, copies and engines of a GPU, in 40 minutes, into gpu-results/ (docs/performance.md; MINUTES); REHEARSE=1 tries it on a CPU
 # make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
 # make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED), and test-versions
 # make outside  vLLM's own tests of offloading, SGLang's and LMCache's own classes and programs, against kvstore (tests/outside)
@@ -28,7 +29,7 @@ WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-vllm test-all test-versions test-gpu test-docs campaign outside lint docs packages
+.PHONY: help setup demo test test-core test-vllm test-all test-versions test-gpu gpu test-docs campaign outside lint docs packages
 .SILENT:
 
 help:
@@ -64,6 +65,9 @@ test-versions: setup
 
 test-gpu:
 	PYTHONPATH=. $(or $(PYTHON),$(PY)) -m pytest -q tests/transfer/gpu
+
+gpu:
+	PYTHONPATH=. $(or $(PYTHON),$(PY)) bench/gpu.py --minutes $(or $(MINUTES),40) --serve "$(SERVE)" $(if $(REHEARSE),--rehearse)
 
 test-docs: setup
 	$(PY) -m tests.docs.empty_root $(PAGES)

@@ -57,6 +57,7 @@ __all__ = [
     "driven_row",
     "end_with_parent",
     "in_turns",
+    "leave_page_cache",
     "median_interval",
     "median_row",
     "needs",
@@ -145,6 +146,16 @@ def scratch(parent: Path) -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def leave_page_cache(directory: Path) -> None:
+    """Write all files of a directory to the disk, and drop their pages."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def end_with_parent() -> None:

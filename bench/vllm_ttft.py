@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -31,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import Row, median_interval, reporting, runs_of
 from bench.vllm_overhead import (
     VOCABULARY,
-    bench_arguments,
     bench_setup,
     engine,
+    engine_settings,
     in_turns,
     make_prompts,
+    model_arguments,
     say,
     serve,
     serving,
@@ -45,8 +45,9 @@ from examples.serving import Answer
 SYSTEMS = ("none", "vllm-fs", "kvstore-file")
 COLUMNS = ("op", "prompt_tokens", "system", "ttft_s", "low", "high", "cached_tokens", "outputs_equal", "runs")
 OUTPUT_TOKENS = 8
+_WARM_UP_TOKENS = 8000
 _SETTLE_S = 5.0
-"""Pause before a kill, because all systems store in the background."""
+"""Pause before a kill, because all systems store in the background; and a second for each GiB of CPU memory."""
 
 
 def measure(work: Path, model: Path, lengths: Sequence[int], options: argparse.Namespace) -> Iterator[Row]:
@@ -58,12 +59,16 @@ def measure(work: Path, model: Path, lengths: Sequence[int], options: argparse.N
     blocks = -(-(max(lengths) + OUTPUT_TOKENS) // options.block_tokens)
     # One more for vLLM itself.
     sizes = ["--num-gpu-blocks-override", str(blocks + 1), "--max-model-len", str(blocks * options.block_tokens)]
-    room = {"block_tokens": options.block_tokens, "cpu_bytes_to_use": options.cpu_gib * 2**30}
+    settings = engine_settings(options)
+    settings["arguments"] = [*sizes, *settings["arguments"]]
     expected: dict[int, list[str]] = {}
     for places in (("computed", "memory"), ("disk",)):
-        with serving(work, model, SYSTEMS, arguments=[*sizes, *shlex.split(options.serve)], **room) as servers:
-            # The first requests of a length are slow, and the gate needs the engine's speed.
-            for tokens, server in itertools.product(lengths, servers.values()):
+        with serving(work, model, SYSTEMS, **settings) as servers:
+            # The first requests of a length are slow, and the gate needs the engine's speed. Longer prompts would only
+            # fill the disk.
+            for tokens, server in itertools.product(
+                {min(tokens, _WARM_UP_TOKENS) for tokens in lengths}, servers.values()
+            ):
                 serve(server, make_prompts(random.Random(f"{places} {tokens}"), 1, tokens, VOCABULARY), OUTPUT_TOKENS)
             for place, tokens in itertools.product(places, lengths):
                 answers: dict[str, list[Answer]] = {system: [] for system in SYSTEMS}
@@ -87,19 +92,15 @@ def measure(work: Path, model: Path, lengths: Sequence[int], options: argparse.N
                         "outputs_equal": texts == expected.setdefault(tokens, texts),
                         "runs": len(found),
                     }
-            time.sleep(_SETTLE_S)
+            time.sleep(_SETTLE_S * (1 + options.cpu_gib / 5))
 
 
 def main() -> int:
     """Measure and print; returns 0 if all outputs are equal."""
-    parser = bench_arguments(__doc__)
-    parser.add_argument("--model", type=Path, help="directory of a model (default: a small Llama with random weights)")
-    parser.add_argument("--tokens", default="1000,3000", help="lengths of prompts, by comma (default: %(default)s)")
-    parser.add_argument("--serve", default="", help="further arguments of `vllm serve`")
-    parser.add_argument("--block-tokens", type=int, default=128, help="tokens of a block (default: %(default)s)")
-    parser.add_argument("--cpu-gib", type=int, default=1, help="size of the primary tier (default: %(default)s)")
+    parser = model_arguments(__doc__)
+    parser.add_argument("--tokens", help="lengths of prompts, by comma (default: 1000,3000, with --quick 300)")
     options = parser.parse_args()
-    lengths = [300] if options.quick else [int(tokens) for tokens in options.tokens.split(",")]
+    lengths = [int(tokens) for tokens in (options.tokens or ("300" if options.quick else "1000,3000")).split(",")]
     with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, small):
         rows += measure(work, options.model or small, lengths, options)
     return 0 if all(row["outputs_equal"] for row in rows) else 1

@@ -33,6 +33,7 @@ class Answer:
     ttft_s: float  # Time from the request to the first word.
     prompt_tokens: int
     cached_tokens: int  # Tokens of the prompt that were not computed.
+    tpot_s: float  # Mean time of each token after the first.
 
 
 class Server:
@@ -251,18 +252,21 @@ def _serve_command(model: str) -> list[str]:
 def _read_stream(response: http.client.HTTPResponse, started: float) -> Answer:
     """Read the events of a streamed completion."""
     words: list[str] = []
-    ttft_s = 0.0
+    ttft_s = last_s = 0.0
     usage: dict[str, Any] = {}
     for line in response:
         if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
             continue
         event = json.loads(line[len(b"data: ") :])
         if event.get("choices") and event["choices"][0]["text"]:
-            ttft_s = ttft_s or time.perf_counter() - started
+            last_s = time.perf_counter() - started
+            ttft_s = ttft_s or last_s
             words.append(event["choices"][0]["text"])
         usage = event.get("usage") or usage
     details = usage.get("prompt_tokens_details") or {}
-    return Answer("".join(words), ttft_s, usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0)
+    cached_tokens = details.get("cached_tokens") or 0
+    tpot_s = (last_s - ttft_s) / max(1, usage.get("completion_tokens", 0) - 1)
+    return Answer("".join(words), ttft_s, usage.get("prompt_tokens", 0), cached_tokens, tpot_s)
 
 
 def _environment(work: Path, kv_cache_gib: int, cores: Sequence[int]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
     python examples/tiny_llama.py /tmp/tiny --layers 8 --hidden 768
 
-The weights are drawn from a fixed seed, so the same arguments give the same model on every machine.
+The weights are drawn from a fixed seed, so the same arguments give the same model on every machine. With another type
+than float32 they are drawn on the GPU, if there is one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 
@@ -25,6 +26,8 @@ class LlamaShape:
     vocabulary: int = 512  # Words of the tokenizer, ``w0`` to ``w<n-1>``.
     positions: int = 8192  # Longest context in tokens.
     seed: int = 20261121  # Seed of the weights.
+    intermediate: int = 0  # Width of the feed-forward layers; 0: about 8/3 of ``hidden``.
+    dtype: str = "float32"  # Type of the weights.
 
 
 def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:
@@ -46,7 +49,7 @@ def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
-        intermediate_size=shape.hidden * 8 // 3 // 64 * 64 or 64,
+        intermediate_size=shape.intermediate or shape.hidden * 8 // 3 // 64 * 64 or 64,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
@@ -57,9 +60,12 @@ def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:
         eos_token_id=1,
         pad_token_id=1,
         tie_word_embeddings=False,
-        dtype="float32",
+        dtype=shape.dtype,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    # A model for a GPU may be large: there its weights are drawn in seconds.
+    with torch.device("cuda" if shape.dtype != "float32" and torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(config)
+    model.to(getattr(torch, shape.dtype)).save_pretrained(directory)
     _write_tokenizer(directory, shape.vocabulary)
     return directory
 
@@ -89,13 +95,14 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
-    for name, default in (("layers", 2), ("hidden", 128), ("heads", 4), ("kv-heads", 2), ("vocabulary", 512)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    names = [field.name for field in fields(LlamaShape)]
+    for name in names:
+        default = getattr(LlamaShape(), name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
         parser.error(f"not installed: {', '.join(missing)}")
-    shape = LlamaShape(args.layers, args.hidden, args.heads, args.kv_heads, args.vocabulary)
-    print(make_tiny_llama(args.directory, shape))
+    print(make_tiny_llama(args.directory, LlamaShape(**{name: getattr(args, name) for name in names})))
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ PROGRAMS = {
     "bench/fleet.py": "--quick",
     "bench/gate.py": "--quick --requests 2",
     "bench/gate_busy.py": "--requests 20",
+    "bench/gpu.py": "--rehearse",
     "bench/hedge.py": "--quick",
     "bench/hints.py": "--requests 20",
     "bench/manager_vs_vllm.py": "--runs 1 --sizes 4096",
@@ -98,12 +99,13 @@ PROGRAMS = {
 """Arguments with which each program is as short as possible."""
 
 OUTPUT = {
+    "bench/gpu.py": "| model-loses |     ok |",
     "examples/custom_backend.py": "the same bytes: True",
     "examples/library.py": "8 ranks loaded 40 blocks; every byte is right.",
     "examples/tiny_llama.py": "model",
     "examples/vllm_restart.py": "vLLM fs tier and manager",
 }
-"""A part of the output of each example; benchmarks print a table."""
+"""A part of the output of each program without --json; the others print a table."""
 
 MODULES = {
     "bench/clients.py",
@@ -115,8 +117,11 @@ MODULES = {
 TESTED_ELSEWHERE = {
     "examples/prefill_decode.py": "tests/vllm/test_prefill_decode.py",
     "bench/generators.py": "tests/outside/check_generators.py",
+    "bench/hicache.py": "tests/outside/check_peers.py",
+    "bench/mooncake_ssd.py": "tests/outside/check_peers.py",
+    "bench/peers.py": "tests/outside/check_peers.py",
 }
-ENGINES = {"bench/events.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
+ENGINES = {"bench/events.py", "bench/gpu.py", "bench/manager_vs_vllm.py", "examples/vllm_restart.py"}
 """Programs that start or import vLLM."""
 PRELOADED = {"bench/events.py", "examples/vllm_restart.py"}
 """Programs with several engines, which import vLLM once."""

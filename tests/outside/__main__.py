@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.sources import LMCACHE, ROOT, VERSION, VLLM, packages, vllm_tests
+from tests.outside.sources import LMCACHE, ROOT, SGLANG, VERSION, VLLM, packages, vllm_tests
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ USERS = (
         "SGLang 0.5.23: HiCache",
         "`kvstore.sglang` under SGLang's controller, host pools and factory; answers as its file backend's",
         "tests/outside/check_sglang.py",
-        ("sglang==0.5.23", "orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf==0.19.0"),
+        SGLANG,
     ),
     Outsider(
         "LMCache 0.5.6: L2 storage",
@@ -77,6 +77,11 @@ USERS = (
         "Dynamo 1.6.1: simulated engine",
         "`kvstore-bench replay`: hit rates of a trace at four capacities",
         "tests/outside/check_dynamo.py",
+    ),
+    Outsider(
+        "storage tools of LMCache, SGLang and Mooncake Store 0.3.13",
+        "`bench/peers.py`: each tool stores, loads and compares all bytes, in its own storage and in kvstore",
+        "tests/outside/check_peers.py",
     ),
     Outsider(
         "load generators of vLLM, guidellm 0.8.1 and LMCache 0.5.6",

@@ -33,6 +33,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
+from bench.peers import adapter_config
 from kvstore.errors import ConfigError
 from tests.outside.killed import damage, stored_before_kill
 from tests.s3.clients import options_for
@@ -47,16 +48,6 @@ WAIT_S = 30
 def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
     """Return a tier in a directory."""
     return {"type": "file", "path": str(directory), "capacity": "64MiB", **more}
-
-
-def adapter_config(tier: Any) -> dict[str, Any]:
-    """Return the argument of ``--l2-adapter`` with a tier."""
-    return {
-        "type": "plugin",
-        "module_path": "kvstore.lmcache",
-        "class_name": "KVStoreL2Adapter",
-        "adapter_params": {"tier": tier},
-    }
 
 
 def manager(directory: Path) -> StorageManager:

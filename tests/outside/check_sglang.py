@@ -134,8 +134,8 @@ def backend(settings: HiCacheStorageConfig, pool: Any) -> Any:
     return made
 
 
-def controller(directory: Path, pool: Any) -> HybridCacheController:
-    """Return SGLang's controller with its storage threads running."""
+def controller(directory: Path, pool: Any, storage: str = "dynamic") -> HybridCacheController:
+    """Return SGLang's controller with its storage threads running, over kvstore or a backend of SGLang's own."""
     entry = PoolEntry(PoolName.KV, pool, pool.device_pool, lambda layer: layer, is_primary_index_anchor=True)
     allocator = PagedTokenToKVPoolAllocator(
         PAGES * PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, "cpu", pool.device_pool, need_sort=False
@@ -148,10 +148,10 @@ def controller(directory: Path, pool: Any) -> HybridCacheController:
         threading.Event(),
         write_policy="write_through",
         io_backend="kernel",
-        storage_backend="dynamic",
+        storage_backend=storage,
         prefetch_threshold=PAGE_TOKENS,
         model_name="m",
-        storage_backend_extra_config=extra(directory),
+        storage_backend_extra_config=extra(directory) if storage == "dynamic" else None,
     )
 
 
@@ -183,28 +183,46 @@ def write(sglang: HybridCacheController, tokens: array[int], seed: int) -> int:
     pool = sglang.storage_host_pool
     indices = pool.alloc(len(tokens))
     fill(pool, indices, seed)
-    sglang.write_storage(indices, tokens, get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS))
-    operation = sglang.ack_backup_queue.get(timeout=WAIT_S)
+    stored = store(sglang, indices, tokens)
     pool.free(indices)
-    return int(operation.completed_tokens)
+    return stored
+
+
+def store(sglang: HybridCacheController, indices: torch.Tensor, tokens: array[int]) -> int:
+    """Store pages of the host pool; return the number of tokens stored."""
+    sglang.write_storage(indices, tokens, get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS))
+    return int(sglang.ack_backup_queue.get(timeout=WAIT_S).completed_tokens)
 
 
 def prefetch(sglang: HybridCacheController, tokens: array[int], *, seed: int) -> int:
     """Prefetch a prompt as SGLang's scheduler does; check every loaded page, and return their number."""
+    indices = load(sglang, tokens)
+    if indices is None:
+        return 0
+    check(sglang.storage_host_pool, indices, seed)
+    return len(indices) // PAGE_TOKENS
+
+
+def load(sglang: HybridCacheController, tokens: array[int]) -> torch.Tensor | None:
+    """Prefetch a prompt; return the indices of the loaded pages, which are free again, or None if it is unknown."""
     pool = sglang.storage_host_pool
     sglang.prefetch(CacheRequestHandle("r", 0), tokens)
     operation = sglang.prefetch_hit_queue.get(timeout=WAIT_S)
     if not operation.storage_hit_count:
-        return 0
+        return None
     operation.host_indices = sglang.alloc_prefetch_host_buffers(operation, operation.storage_hit_count)
     sglang.prefetch_buffer.put(operation)
     loaded = 0
     while not (ack := sglang.ack_prefetch_queue.get(timeout=WAIT_S)).completed_req:
         loaded = ack.completed_tokens if ack.completed_tokens is not None else loaded
-    for number, index in enumerate(operation.host_indices[:loaded:PAGE_TOKENS].tolist()):
-        assert holds(pool, index, content(pool, seed, number)), f"page {number}"
     pool.free(operation.host_indices)
-    return loaded // PAGE_TOKENS
+    return operation.host_indices[:loaded]
+
+
+def check(pool: Any, indices: torch.Tensor, seed: int) -> None:
+    """Compare every byte of pages with those of :func:`fill`."""
+    for number, index in enumerate(indices[::PAGE_TOKENS].tolist()):
+        assert holds(pool, index, content(pool, seed, number)), f"page {number}"
 
 
 def until(is_true: Callable[[], bool]) -> None:

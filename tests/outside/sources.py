@@ -26,6 +26,9 @@ _PARTS = (
     "benchmarks/multi_turn/",
 )
 LMCACHE = ("lmcache==0.5.6",)
+LMCACHE_MORE = ("lmcache-rust-raw-block-io==0.5.7rc2", "awscrt==0.38.1", "aiofile==3.12.3", "caio==0.12.10")
+"""What its adapters for raw devices and S3 need; of the first there is no earlier version."""
+SGLANG = ("sglang==0.5.23", "orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf==0.19.0")
 _GENERATORS = ("guidellm==0.8.1", "pandas==3.1.1")
 _ATTEMPTS = 3
 
