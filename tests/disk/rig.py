@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.disk.layout import Head, decode_head
+from kvstore.backends.disk.limits import LIMITS, Limits
 from kvstore.backends.disk.session import Session
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
@@ -153,13 +154,14 @@ async def opened(
     seed: int | None = None,
     tenants: Tenants | None = None,
     namespace: Namespace = NAMESPACE,
+    limits: Limits = LIMITS,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """Open a backend with room for so many slots, or a share of the filesystem, while the context lasts."""
     paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
     capacity = Capacity(slots if isinstance(slots, str) else slots * SLOT)
     config = DiskConfig(path=paths, capacity=capacity, **{"reserve": Capacity(0), **options})
-    backend = DiskBackend(config, disk=disk)
+    backend = DiskBackend(config, disk=disk, limits=limits)
     backend.tenants = tenants
     rig = Rig(backend, random.Random(seed), namespace)
     await backend.open(namespace, GEOMETRY)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.backends.disk import index as index_module
+from kvstore.backends.disk.limits import Limits
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import BadDisk, Rig, opened
@@ -88,10 +89,8 @@ async def test_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) ->
 
 async def test_root_that_does_not_answer_costs_few_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither new blocks nor evictions use its slots while another root works, and it is used again after that."""
-    for module in ("drives", "space"):
-        monkeypatch.setattr(f"kvstore.backends.disk.{module}.FROZEN_S", 0.1)
     disk, gate, roots = BadDisk(), threading.Event(), [tmp_path / "a", tmp_path / "b"]
-    async with opened(roots, BLOCKS, disk=disk, engine="threads", threads=2) as rig:
+    async with opened(roots, BLOCKS, disk=disk, engine="threads", threads=2, limits=Limits(frozen_s=0.1)) as rig:
         for task in rig.session._tasks:
             task.cancel()
         await rig.put_new(BLOCKS)

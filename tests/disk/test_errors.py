@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from kvstore.backends.base import RecordWrite
-from kvstore.backends.disk import backend as backend_module
-from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.files import open_own_directory
+from kvstore.backends.disk.limits import Limits
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
 from kvstore.testing.seeds import fresh_seed
@@ -111,10 +110,9 @@ def ledger_taken(root: Path) -> Any:
         yield
 
 
-async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path) -> None:
     """While a stopped process holds the ledger's lock, stores evict or are refused, and the loop keeps running."""
-    monkeypatch.setattr(space_module, "_TRANSIENT_S", 0.2)
-    async with opened(tmp_path, 64) as rig:
+    async with opened(tmp_path, 64, limits=Limits(transient_s=0.2)) as rig:
         values = await rig.put_new(4)
         with ledger_taken(tmp_path):
             # Only the first stores wait for the lock, and then report a failure.
@@ -329,11 +327,10 @@ async def test_a_write_that_ends_early_is_not_stored(tmp_path: Path, written: in
         await rig.has_all(new)
 
 
-async def test_a_stalled_write_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_write_keeps_the_lock(tmp_path: Path) -> None:
     """The segments of an engine that closes during a pending write are taken only once that write has ended."""
-    monkeypatch.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
     disk = SlotWrites()
-    async with opened(tmp_path, 64, disk=disk, engine="threads") as rig:
+    async with opened(tmp_path, 64, disk=disk, engine="threads", limits=Limits(close_s=0.1)) as rig:
         values = await rig.put_new(1)
         disk.thawed = threading.Event()
         store = asyncio.create_task(rig.put(rig.new(1)))
@@ -405,11 +402,10 @@ async def test_an_unreadable_object_costs_itself_alone(tmp_path: Path, what: str
             await rig.has_all(await rig.put_new(4))
 
 
-async def test_a_failing_duty_of_upkeep_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_duty_of_upkeep_stops_no_other(tmp_path: Path) -> None:
     """While free space can't be measured, lost files are noticed; the failures are counted for each duty."""
-    monkeypatch.setattr("kvstore.backends.disk.session._UPKEEP_S", 0.01)
     disk = FaultyDisk()
-    async with opened(tmp_path, 64, disk=disk) as rig:
+    async with opened(tmp_path, 64, disk=disk, limits=Limits(upkeep_s=0.01)) as rig:
         await rig.put_new(1)
         disk.fail("statvfs", errno.EIO, forever=True)
 

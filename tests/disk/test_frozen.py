@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Namespace, TransferJob, open_tier
+from kvstore.backends.disk.limits import Limits
 from kvstore.testing.waiting import eventually, eventually_async
 from kvstore.types import BlockKey, JobResult, Outcome
 from tests.disk.mounts import ext4, frozen
@@ -25,11 +26,10 @@ SLOT = 16384
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "storing"])
-async def test_close(tmp_path: Path, engine: str, busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close(tmp_path: Path, engine: str, busy: bool) -> None:
     """Closing waits for no call on the disk; stored blocks are found when the disk is back."""
-    monkeypatch.setattr("kvstore.backends.disk.backend._CLOSE_TIMEOUT_S", 0.2)
     with ext4(tmp_path) as point:
-        async with opened(point / "kv", 64, engine=engine) as rig:
+        async with opened(point / "kv", 64, engine=engine, limits=Limits(close_s=0.2)) as rig:
             values = await rig.put_new(8)
             with frozen(point):
                 storing = asyncio.create_task(rig.put(rig.new(4))) if busy else None

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvstore.backends.disk.layout import PAGE
+from kvstore.backends.disk.limits import Limits
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
@@ -19,14 +18,11 @@ from tests.disk.rig import opened
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
-async def test_an_engine_closed_on_a_frozen_disk_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_closed_on_a_frozen_disk_holds_up_no_other(tmp_path: Path) -> None:
     """The ledger and all files of a closed engine are free once its last call has left the kernel."""
-    monkeypatch.setattr("kvstore.backends.disk.backend._CLOSE_TIMEOUT_S", 0.1)
     disk, thawed = FaultyDisk(), threading.Event()
     async with opened(tmp_path, 64) as other:
-        async with opened(tmp_path, 64, disk=disk, engine="threads") as rig:
+        async with opened(tmp_path, 64, disk=disk, engine="threads", limits=Limits(close_s=0.1)) as rig:
             values = await rig.put_new(4)
             disk.add(DiskFault("fallocate", stall=thawed))
             storing = asyncio.create_task(rig.put(rig.new(4)))

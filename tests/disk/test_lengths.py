@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
-
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk import DiskBackend, DiskConfig
-from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.limits import LIMITS, Limits
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
 from kvstore.types import BlockKey, Outcome
@@ -22,9 +20,10 @@ SLOTS = 256
 """Capacity in whole slots: sixteen segments."""
 
 
-async def opened_rig(path: Path) -> Rig:
+async def opened_rig(path: Path, limits: Limits = LIMITS) -> Rig:
     """Return an open backend for blocks of 64 KiB."""
-    backend = DiskBackend(DiskConfig(path=str(path), capacity=Capacity(SLOTS * WHOLE), reserve=Capacity(0)))
+    config = DiskConfig(path=str(path), capacity=Capacity(SLOTS * WHOLE), reserve=Capacity(0))
+    backend = DiskBackend(config, limits=limits)
     rig = Rig(backend, random.Random(1), NAMESPACE)
     await backend.open(NAMESPACE, GEOMETRY)
     return rig
@@ -88,10 +87,9 @@ async def test_records_of_all_lengths_are_loaded(tmp_path: Path) -> None:
     await rig.backend.close()
 
 
-async def test_segments_follow_the_lengths_that_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segments_follow_the_lengths_that_are_stored(tmp_path: Path) -> None:
     """After a change of the codec, in either direction, segments get slots of the length that is needed now."""
-    monkeypatch.setattr(space_module, "_ASK_AGAIN_S", 0.0)
-    rig = await opened_rig(tmp_path)
+    rig = await opened_rig(tmp_path, Limits(ask_again_s=0.0))
     try:
         await fill(rig, PAYLOAD // 4, 4 * SLOTS)
         for size, expected in ((PAYLOAD, SLOTS), (PAYLOAD // 4, SLOTS * 2)):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.limits import Limits
 from kvstore.backends.disk.root import Stored
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
@@ -98,11 +98,10 @@ async def test_row_failure_fails_stores_and_loses_no_slot(tmp_path: Path, count:
         assert rig.backend.stats().blocks + rig.backend.stats().gauges["free_slots"] == 16
 
 
-async def test_removal_of_a_segment_yields_to_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_removal_of_a_segment_yields_to_other_work(tmp_path: Path) -> None:
     """However many blocks a segment has, the loop runs other work after each few of them; all are reported."""
-    monkeypatch.setattr(space_module, "_TURN_SLOTS", 2)
     turns: list[int] = []
-    async with opened(tmp_path, 128) as rig:
+    async with opened(tmp_path, 128, limits=Limits(turn_slots=2)) as rig:
         values = await rig.put_new(8)
         causes: Counter[RemovalCause] = Counter()
 

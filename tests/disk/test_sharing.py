@@ -15,19 +15,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
-from kvstore.backends.disk import root as root_module
+from kvstore.backends.disk.limits import Limits
 from kvstore.diskio import OsDisk
 from kvstore.namespace import Namespace
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
-from tests.disk.rig import NAMESPACE, SLOT, Rig, opened, segment_bytes
+from tests.disk.rig import NAMESPACE, SLOT, Rig, segment_bytes
+from tests.disk.rig import opened as opened_at
 from tests.diskio.faulty_disk import FaultyDisk
 from tests.sizes import sized
 
@@ -38,11 +41,10 @@ SLOTS = 64
 """A capacity of 16 segments of 4 slots."""
 
 
-@pytest.fixture(autouse=True)
-def _frequent_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines look after their space twenty times as often."""
-    monkeypatch.setattr("kvstore.backends.disk.session._UPKEEP_S", 0.05)
-    monkeypatch.setattr("kvstore.backends.disk.space._ASK_AGAIN_S", 0.05)
+OFTEN = Limits(upkeep_s=0.05, ask_again_s=0.05)
+"""Engines look after their space twenty times as often."""
+
+opened = partial(opened_at, limits=OFTEN)
 
 
 def segments(rig: Rig) -> int:
@@ -200,10 +202,12 @@ async def test_idle_engine_gives_and_keeps_the_rest(tmp_path: Path) -> None:
         assert (segments(idle), segments(busy)) == (8, 8)
 
 
-async def test_engine_that_stopped_storing_asks_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_stopped_storing_asks_no_more(tmp_path: Path) -> None:
     """An engine without room receives it while it stores; others keep their segments afterwards."""
-    monkeypatch.setattr("kvstore.backends.disk.space._ASKING_S", 0.0)
-    async with opened(tmp_path, SLOTS) as one, opened(tmp_path, SLOTS) as two:
+    async with (
+        opened(tmp_path, SLOTS) as one,
+        opened(tmp_path, SLOTS, limits=replace(OFTEN, asking_s=0.0)) as two,
+    ):
         await fill(one)
         await store(two)
         await asyncio.sleep(1)
@@ -211,11 +215,11 @@ async def test_engine_that_stopped_storing_asks_no_more(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("stopped", ["asker", "largest"])
-async def test_stopped_engine_delays_others_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str) -> None:
+async def test_stopped_engine_delays_others_only(tmp_path: Path, stopped: str) -> None:
     """A stopped engine that asks keeps the room of a segment; one that holds most is passed over after a while."""
-    monkeypatch.setattr(root_module, "_LARGEST_S", 0.5)
     with engine(tmp_path, 1, 40 if stopped == "largest" else 0) as process:
-        async with opened(tmp_path, SLOTS) as one, opened(tmp_path, SLOTS) as two:
+        soon = replace(OFTEN, largest_s=0.5)
+        async with opened(tmp_path, SLOTS, limits=soon) as one, opened(tmp_path, SLOTS, limits=soon) as two:
             await fill(one, 24 if stopped == "largest" else SLOTS)
             process.send_signal(signal.SIGSTOP)
             await eventually_async(lambda: stores_up_to(two, 3), 60)

@@ -9,29 +9,32 @@ import itertools
 import os
 import subprocess
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
+from kvstore.backends.disk.limits import Limits
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import SLOT, BadDisk, Rig, filled, opened, segment_bytes, tables
+from tests.disk.rig import SLOT, BadDisk, Rig, filled, segment_bytes, tables
+from tests.disk.rig import opened as opened_at
 from tests.diskio.faulty_disk import FaultyDisk
 
 _T = TypeVar("_T")
 
 
-@pytest.fixture(autouse=True)
-def _frequent_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines look after their space twenty times as often."""
-    monkeypatch.setattr("kvstore.backends.disk.session._UPKEEP_S", 0.05)
-    monkeypatch.setattr("kvstore.backends.disk.space._ASK_AGAIN_S", 0.05)
+OFTEN = Limits(upkeep_s=0.05, ask_again_s=0.05)
+"""Engines look after their space twenty times as often."""
+
+opened = partial(opened_at, limits=OFTEN)
 
 
 class SizedDisk(OsDisk):
@@ -105,11 +108,10 @@ async def test_temporary_files_of_older_versions_are_removed(tmp_path: Path) -> 
         assert not any(path.exists() for path in left)
 
 
-async def test_segment_is_made_in_a_root_that_is_not_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segment_is_made_in_a_root_that_is_not_at_work(tmp_path: Path) -> None:
     """While one root's files are looked at, and the disk does not answer, further segments are made in the other."""
-    monkeypatch.setattr("kvstore.backends.disk.space.FROZEN_S", 3600.0)
     disk, roots = BadDisk(), [tmp_path / "a", tmp_path / "b"]
-    async with opened(roots, 64, disk=disk) as rig:
+    async with opened(roots, 64, disk=disk, limits=replace(OFTEN, frozen_s=3600)) as rig:
         for task in rig.session._tasks:
             task.cancel()
         space = rig.session.space

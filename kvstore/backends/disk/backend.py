@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.disk.blocks import Blocks
 from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.limits import LIMITS, Limits
 from kvstore.backends.disk.opening import check_root
 from kvstore.backends.disk.segment import Segment
 from kvstore.backends.disk.session import Session
@@ -26,12 +27,6 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.forks import OF_PARENT, leave_at_fork
 from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
-
-_CLOSE_TIMEOUT_S: Final = 5.0
-"""Time limit for each step of closing, so that a frozen disk cannot block the shutdown of an engine."""
-
-_OPEN_TIMEOUT_S: Final = 45.0
-"""Time limit for opening. It is below the tier's own limit, so that an optional tier starts without its medium."""
 
 _SCAN_BATCH: Final = 1024
 
@@ -50,7 +45,7 @@ class DiskBackend(Backend):
 
     With ``reads_only``, it holds no segment and takes no stores, and other engines do not see it.
 
-    Tests replace ``disk`` to inject faults.
+    Tests replace ``disk`` to inject faults, and shorten ``limits``.
     """
 
     name: ClassVar[str] = "file"
@@ -61,8 +56,11 @@ class DiskBackend(Backend):
     holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
     exclusive: bool = True
 
-    def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None, reads_only: bool = False) -> None:
+    def __init__(
+        self, config: DiskConfig, *, disk: OsDisk | None = None, reads_only: bool = False, limits: Limits = LIMITS
+    ) -> None:
         super().__init__(config)
+        self._limits = limits
         self.takes_stores = not reads_only
         self.config: DiskConfig = config
         self._disk = disk or OsDisk()
@@ -80,7 +78,7 @@ class DiskBackend(Backend):
 
     def reader(self) -> DiskBackend:
         """Return a backend that finds the blocks of this one within about a second."""
-        return DiskBackend(self.config, disk=self._disk, reads_only=True)
+        return DiskBackend(self.config, disk=self._disk, reads_only=True, limits=self._limits)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Take the segments that no engine holds, and read their tables.
@@ -97,7 +95,7 @@ class DiskBackend(Backend):
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._open_session(namespace, geometry))
             try:
-                await asyncio.wait({self._opening}, timeout=_OPEN_TIMEOUT_S)
+                await asyncio.wait({self._opening}, timeout=self._limits.open_s)
             except asyncio.CancelledError:
                 await asyncio.shield(self._end_opening())
                 raise
@@ -118,9 +116,9 @@ class DiskBackend(Backend):
                 return
             try:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    async with asyncio.timeout(self._limits.close_s):
                         await self._calls.ended()
-                await session.close(_CLOSE_TIMEOUT_S)
+                await session.close(self._limits.close_s)
             except asyncio.CancelledError:
                 session.close_late()
                 raise
@@ -249,17 +247,18 @@ class DiskBackend(Backend):
         if opening is None:
             return
         opening.cancel()
-        await asyncio.wait({opening}, timeout=_CLOSE_TIMEOUT_S)
+        await asyncio.wait({opening}, timeout=self._limits.close_s)
         if opening.done():
             self._opening = None
             if not opening.cancelled() and opening.exception() is None:
-                await opening.result().close(_CLOSE_TIMEOUT_S)
+                await opening.result().close(self._limits.close_s)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Session:
         listeners = self._report_added, self._report_removed
         session = Session(
-            self._disk, self.config, self._counts, *listeners, self.tenants, reads_only=not self.takes_stores
-        )
+            self._disk, self.config, self._counts, *listeners, self.tenants, self._limits,
+            reads_only=not self.takes_stores,
+        )  # fmt: skip
         await session.open(namespace, geometry)
         return session
 

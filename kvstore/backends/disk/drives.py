@@ -7,13 +7,10 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from kvstore.diskio import OsDisk, Transfer, TransferEngine, bare
 from kvstore.diskio.transfers import EngineChoice
-
-FROZEN_S: Final = 2.0
-"""Time without an answer after which a root counts as frozen, if there are others."""
 
 _Move: TypeAlias = Callable[[int, Sequence[Transfer]], Coroutine[Any, Any, None]]
 
@@ -21,8 +18,9 @@ _Move: TypeAlias = Callable[[int, Sequence[Transfer]], Coroutine[Any, Any, None]
 class Drives:
     """Moves batches of transfers, those of each root with its engine. Used from the loop thread."""
 
-    def __init__(self, disk: OsDisk, choice: EngineChoice, roots: int, *, threads: int) -> None:
+    def __init__(self, disk: OsDisk, choice: EngineChoice, roots: int, *, threads: int, frozen_s: float) -> None:
         self.disk = disk
+        self._frozen_s = frozen_s
         self._engines = [TransferEngine(disk, choice, threads=threads)]
         self.name = self._engines[0].name
         # Only the first one warns that there is no io_uring.
@@ -60,7 +58,7 @@ class Drives:
 
     def frozen(self) -> set[int]:
         """Return the positions of roots with writes under way of which none has ended for some seconds; not all."""
-        since = time.monotonic() - FROZEN_S
+        since = time.monotonic() - self._frozen_s
         found = {root for root, count in enumerate(self._writing) if count and self._answered_at[root] <= since}
         return found if len(found) < len(self._engines) else set()
 

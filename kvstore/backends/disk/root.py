@@ -56,9 +56,6 @@ from kvstore.diskio import OsDisk
 
 _log = logging.getLogger("kvstore.backends.disk")
 
-_LARGEST_S: Final = 5.0
-"""Time for the engine that holds most to give up a segment. It may be stopped, so then the others do it, too."""
-
 _LOOK_S: Final = 10.0
 """Interval of looking for segments without a holder while the same engines are there."""
 
@@ -221,12 +218,12 @@ class Root:
             self.members.state(held_bytes + got[0].head.segment_bytes)
         return got
 
-    def due(self, held_bytes: int, asked_bytes: int, segment_bytes: int) -> Due:
+    def due(self, held_bytes: int, asked_bytes: int, segment_bytes: int, largest_s: float) -> Due:
         """State what this engine holds and asks for; return whether it must give up a segment of ``segment_bytes``.
 
         If capacity or reserve is exceeded, segments without a holder are removed, and then one of the engine that holds
-        most. It also gives one to an engine that asks for it and would then hold no more. If it does neither for some
-        seconds, because it is stopped, any other engine does.
+        most. It also gives one to an engine that asks for it and would then hold no more. If it does neither for
+        ``largest_s``, because it is stopped, any other engine does.
 
         Raises:
             LedgerBusyError: Another engine holds the ledger's lock.
@@ -246,7 +243,7 @@ class Root:
         now = time.monotonic()
         self._due_since = (self._due_since or now) if due is not Due.NONE else 0.0
         largest = max([(each.held_bytes, each.name) for each in others], default=(0, ""))
-        is_turn = (held_bytes, self.members.name) > largest or now - self._due_since >= _LARGEST_S
+        is_turn = (held_bytes, self.members.name) > largest or now - self._due_since >= largest_s
         if due is Due.NONE or not is_turn:
             return Due.NONE
         self._due_since = now

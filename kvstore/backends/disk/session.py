@@ -19,6 +19,7 @@ from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index, News
 from kvstore.backends.disk.layout import PAGE, SLOTS_MAX, slot_lengths
 from kvstore.backends.disk.ledger import LedgerBusyError
+from kvstore.backends.disk.limits import LIMITS, Limits
 from kvstore.backends.disk.notes import SegmentNotes
 from kvstore.backends.disk.opening import check_drives, open_root
 from kvstore.backends.disk.root import Root
@@ -41,7 +42,6 @@ _SEGMENTS_MIN: Final = 16
 held takes two descriptors."""
 
 _SLOT_BYTES_MAX: Final = 1 << 30
-_UPKEEP_S: Final = 1.0
 _ABANDON_S: Final = 1.0
 """Time limit for each step of closing after a failed start."""
 
@@ -72,6 +72,7 @@ class Session:
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
         tenants: Tenants | None = None,
+        limits: Limits = LIMITS,
         *,
         reads_only: bool = False,
     ) -> None:
@@ -83,6 +84,7 @@ class Session:
         self._on_added = on_added
         self._on_removed = on_removed
         self._tenants = tenants
+        self._limits = limits
         self._reads_only = reads_only
         self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -102,7 +104,9 @@ class Session:
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
         config = self.config
-        self.drives = Drives(self.disk, config.engine, len(config.paths), threads=config.threads)
+        self.drives = Drives(
+            self.disk, config.engine, len(config.paths), threads=config.threads, frozen_s=self._limits.frozen_s
+        )
         try:
             await self.drives.of(0).call(partial(self._open_roots, namespace))
             # The header has a page of its own.
@@ -186,7 +190,7 @@ class Session:
         self.notes = SegmentNotes(self.drives, self.roots, self.index)
         self.space = Space(
             self.drives, self.roots, self.index, self.tables, self.followers, self.notes, claims, self._counts,
-            lengths, self._segment_bytes(lengths[0]), self._on_added, self._on_removed,
+            lengths, self._segment_bytes(lengths[0]), self._limits, self._on_added, self._on_removed,
         )  # fmt: skip
         self.blocks = Blocks(
             self.drives, self.index, self.tables, self.space, self.followers, claims, self._counts, record_bytes_max,
@@ -218,7 +222,7 @@ class Session:
                     _log.log(level, "upkeep (%s) failed: %s", name, error)
                     self._counts[f"upkeep_{name}_errors"] += 1
                     self._counts["upkeep_errors"] += 1
-            await asyncio.sleep(_UPKEEP_S)
+            await asyncio.sleep(self._limits.upkeep_s)
 
     def duties(self, root: Root) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return the duties of upkeep of a root by name."""

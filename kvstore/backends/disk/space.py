@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvstore.backends.disk.claims import Claims
-from kvstore.backends.disk.drives import FROZEN_S, Drives
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import PAGE, State
 from kvstore.backends.disk.ledger import LedgerBusyError
+from kvstore.backends.disk.limits import Limits
 from kvstore.backends.disk.notes import SegmentNotes
 from kvstore.backends.disk.root import Digests, Due, Root
 from kvstore.backends.disk.rows import RowChange, TableWriter
@@ -38,22 +39,9 @@ _AHEAD_SHARE: Final = 64
 _AHEAD_MAX: Final = 1024
 """Slots freed ahead of need: a 64th of all slots, and at most enough for a few jobs."""
 
-_ASK_AGAIN_S: Final = 1.0
-"""Time between two attempts to make a segment while there is no room for one."""
-
-_ASKING_S: Final = 10.0
-"""Time after a store for which an engine without room asks for some: its breaker may stop stores for up to 30 s."""
-
 _QUIET_TRIES: Final = 50
 _QUIET_PAUSE_S: Final = 0.01
 """Attempts to release a segment while operations on it end, before the next round of upkeep does."""
-
-_TURN_SLOTS: Final = 1 << 11
-"""Blocks removed from the index in one iteration of the loop, in some milliseconds."""
-
-_TRANSIENT_S: Final = 5.0
-"""Time for which making a segment may fail, or wait for other engines, before stores evict instead. Allocating a
-segment takes up to half a second on a busy drive, and engines take turns."""
 
 
 class Space:
@@ -79,6 +67,7 @@ class Space:
         counts: Counter[str],
         lengths: Sequence[int],
         segment_bytes: int,
+        limits: Limits,
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
@@ -92,6 +81,7 @@ class Space:
         self._counts = counts
         self._lengths = lengths
         self._segment_bytes = segment_bytes
+        self._limits = limits
         self._wasted: Counter[int] = Counter()
         """Bytes of longer slots than needed, by the length that was needed."""
         self._length = lengths[0]  # Of the slots that were needed last.
@@ -102,7 +92,7 @@ class Space:
         """Held while segments of a root are taken, made or given up, so that a frozen root stops no other one."""
         self._silent: set[int] = set()
         """Positions of roots that made no segment in time."""
-        self._stored_at = -_ASKING_S
+        self._stored_at = -self._limits.asking_s
         self._lacks_room = False
         self._leaving: dict[Segment, bool] = {}
         """Segments that left the index and are still held, and whether their files are to be removed."""
@@ -160,7 +150,7 @@ class Space:
     async def _take(self, count: int, length: int) -> list[int]:
         """Take at most ``count`` slots, of this length or a longer one."""
         index, longest = self._index, self._lengths[0]
-        index.avoid(self._drives.frozen(), FROZEN_S)
+        index.avoid(self._drives.frozen(), self._limits.frozen_s)
         places = index.take(count, length, length)
         try:
             while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
@@ -193,7 +183,7 @@ class Space:
 
     @property
     def _is_asking(self) -> bool:
-        return self._lacks_room and time.monotonic() - self._stored_at < _ASKING_S
+        return self._lacks_room and time.monotonic() - self._stored_at < self._limits.asking_s
 
     @property
     def _ahead(self) -> int:
@@ -259,7 +249,7 @@ class Space:
         if len(errors) == len(able) and not self._keeps_failing():
             # The failure may be temporary, so nothing is evicted yet.
             raise OSError(f"no segment could be made: {errors[0]}") from errors[0]
-        self._full_until = time.monotonic() + _ASK_AGAIN_S
+        self._full_until = time.monotonic() + self._limits.ask_again_s
         self._lacks_room = True
         self._length = length
         return False
@@ -285,7 +275,7 @@ class Space:
                 self._silent.discard(root.position)
 
         try:
-            async with asyncio.timeout(FROZEN_S if len(self._roots) > 1 else None):
+            async with asyncio.timeout(self._limits.frozen_s if len(self._roots) > 1 else None):
                 await lock.acquire()
                 return await asyncio.shield(self._start(get()))
         except TimeoutError as error:
@@ -315,13 +305,13 @@ class Space:
         async with self._changing[root.position]:
             asked_bytes = self._segment_bytes if self._is_asking else 0
             due = await self._drives.of(root.position).call(
-                partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes)
+                partial(root.due, self._held_bytes(root), asked_bytes, self._segment_bytes, self._limits.largest_s)
             )
             unsettled = {place >> SLOT_BITS for place in self._tables.unsettled}
             able = [each for each in self._index.segments_in(root.position) if each.id not in unsettled]
             is_giving = any(each.root == root.position for each in self._leaving)
             if due is not Due.NONE and able and not is_giving:
-                self._full_until = time.monotonic() + _ASK_AGAIN_S
+                self._full_until = time.monotonic() + self._limits.ask_again_s
                 least_used = min(able, key=lambda segment: segment.use)
                 await self._give_up(least_used, RemovalCause.EVICTED, remove=due is Due.REMOVE)
         for segment in [each for each in self._leaving if each.root == root.position]:
@@ -337,8 +327,8 @@ class Space:
     async def _give_up(self, segment: Segment, cause: RemovalCause, *, remove: bool) -> None:
         """Let a segment leave the index; the caller holds the lock of its root."""
         held = segment.held().tolist()
-        for start in range(0, len(held), _TURN_SLOTS):
-            if keys := self._index.withdraw(segment, held[start : start + _TURN_SLOTS]):
+        for start in range(0, len(held), self._limits.turn_slots):
+            if keys := self._index.withdraw(segment, held[start : start + self._limits.turn_slots]):
                 self._on_removed(keys, cause)
             await asyncio.sleep(0)
         if keys := self._index.close_segment(segment):
@@ -374,7 +364,7 @@ class Space:
     def _keeps_failing(self) -> bool:
         now = time.monotonic()
         self._failing_since = self._failing_since or now
-        return now - self._failing_since >= _TRANSIENT_S
+        return now - self._failing_since >= self._limits.transient_s
 
     async def _evict(self, count: int, length: int) -> bool:
         """Evict at most ``count`` blocks in slots of at least this length; return whether there were any.
