@@ -11,7 +11,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
+from zlib import crc32
 
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
@@ -19,7 +20,21 @@ from kvstore.secret import shown
 from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-_Queue: TypeAlias = "OrderedDict[BlockKey, int]"  # Oldest first. Values: number of uses for S3-FIFO, otherwise 0.
+_Queue: TypeAlias = "OrderedDict[BlockKey, int]"
+"""Oldest first. Values: the number of uses for S3-FIFO, the time of the last use for ARC, counted in uses; otherwise 0."""
+
+
+_SAMPLED: Final = 8
+"""One of so many keys is simulated: of the caches that were tried, fewer keys chose worse."""
+
+_ROOM_MIN: Final = 8
+"""Smallest simulated cache in blocks; its hits are too few to choose by. LRU stays."""
+
+_LEAD_MIN: Final = 0.002
+"""Lead, as a share of the accesses, from which the other rule is chosen."""
+
+_KEPT: Final = 2 ** (-1 / 16)
+"""Weight of former hits after each choice, which is made after accesses of a quarter of the capacity."""
 
 
 class EvictionPolicy(ABC):
@@ -43,6 +58,9 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def touch(self, key: BlockKey) -> None:
         """Note a use; unknown keys are ignored."""
+
+    def settle(self, key: BlockKey) -> None:  # noqa: B027 - not every policy orders blocks by their last use
+        """Make a block the most recently used among its like, without counting a use; unknown keys are ignored."""
 
     @abstractmethod
     def remove(self, key: BlockKey) -> bool:
@@ -143,6 +161,8 @@ class LRU(_QueuePolicy):
         if key in self._queue:
             self._queue.move_to_end(key)
 
+    settle = touch
+
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         with _Pass(self._queue, pinned) as queue:
             while (key := queue.oldest()) is not None:
@@ -238,6 +258,7 @@ class ARC(_QueuePolicy):
         self._ghost_recent: _Queue = OrderedDict()
         self._ghost_frequent: _Queue = OrderedDict()
         self._recent_target = 0.0
+        self._now = 0
         ghosts = [self._ghost_recent, self._ghost_frequent]
         super().__init__(capacity_blocks_hint, [self._recent, self._frequent], ghosts)
 
@@ -246,34 +267,45 @@ class ARC(_QueuePolicy):
         self._recent_target = 0.0
 
     def insert(self, key: BlockKey) -> None:
-        if key in self:
+        if key in self._recent or key in self._frequent:
             self.touch(key)
-        elif key in self._ghost_recent:
+            return
+        self._now += 1
+        if key in self._ghost_recent:
             step = max(1.0, len(self._ghost_frequent) / len(self._ghost_recent))
             self._recent_target = min(float(self._capacity), self._recent_target + step)
             del self._ghost_recent[key]
-            self._frequent[key] = 0
+            self._frequent[key] = self._now
         elif key in self._ghost_frequent:
             step = max(1.0, len(self._ghost_recent) / len(self._ghost_frequent))
             self._recent_target = max(0.0, self._recent_target - step)
             del self._ghost_frequent[key]
-            self._frequent[key] = 0
+            self._frequent[key] = self._now
         else:
-            self._recent[key] = 0
+            self._recent[key] = self._now
         self._trim_ghosts()
 
     def touch(self, key: BlockKey) -> None:
+        self._now += 1
         if self._recent.pop(key, None) is not None:
-            self._frequent[key] = 0
+            self._frequent[key] = self._now
         elif key in self._frequent:
+            self._frequent[key] = self._now
             self._frequent.move_to_end(key)
+
+    def settle(self, key: BlockKey) -> None:
+        self._now += 1
+        for queue in (self._recent, self._frequent):
+            if key in queue:
+                queue[key] = self._now
+                queue.move_to_end(key)
 
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         try:
             with _Pass(self._recent, pinned) as recent, _Pass(self._frequent, pinned) as frequent:
                 while True:
                     order = [(recent, self._ghost_recent), (frequent, self._ghost_frequent)]
-                    if len(recent) <= self._recent_target:
+                    if not self._is_recent_next(recent, frequent):
                         order.reverse()
                     key = None
                     for queue, ghost in order:
@@ -287,12 +319,99 @@ class ARC(_QueuePolicy):
         finally:
             self._trim_ghosts()
 
+    def _is_recent_next(self, recent: _Pass, frequent: _Pass) -> bool:
+        """Return whether the next victim is the oldest of ``recent``, if both have a block that is not pinned."""
+        return len(recent) > self._recent_target
+
     def _trim_ghosts(self) -> None:
         capacity = self._capacity
         while self._ghost_recent and len(self._recent) + len(self._ghost_recent) > capacity:
             self._ghost_recent.popitem(last=False)
         while self._ghost_frequent and len(self) + len(self._ghost_recent) + len(self._ghost_frequent) > 2 * capacity:
             self._ghost_frequent.popitem(last=False)
+
+
+class RuleChoice:
+    """The choice between LRU and ARC for one cache, by the hits that each would have had.
+
+    Both rules are simulated for an eighth of all keys, with an eighth of the capacity. The rule with more hits lately is
+    chosen: a hit counts half after accesses of four times the capacity.
+    """
+
+    def __init__(self) -> None:
+        self.is_arc = False  # Whether ARC is chosen, in place of LRU.
+        self._shadows = LRU(), ARC()
+        self._hits = [0.0, 0.0]
+        self._accesses = 0.0
+        self._recent_accesses = 0
+
+    @staticmethod
+    def samples(key: BlockKey) -> bool:
+        """Return whether a key is simulated; :meth:`use` expects no other."""
+        return not crc32(key) % _SAMPLED
+
+    def use(self, key: BlockKey, capacity_blocks: int) -> None:
+        """Note a use or an arrival of a sampled block in a cache of so many blocks. O(1) amortised."""
+        room = capacity_blocks // _SAMPLED
+        if room < _ROOM_MIN:
+            return
+        for number, shadow in enumerate(self._shadows):
+            self._hits[number] += key in shadow
+            shadow.insert(key)
+            if len(shadow) > room:
+                # More than one at a time, which takes half as long.
+                shadow.victims(len(shadow) - room + room // 64)
+        self._accesses += 1
+        self._recent_accesses += 1
+        if self._recent_accesses >= room // 4:
+            self._choose()
+
+    def clear(self) -> None:
+        """Forget all blocks and hits; the choice stays."""
+        for shadow in self._shadows:
+            shadow.clear()
+        self._hits, self._accesses, self._recent_accesses = [0.0, 0.0], 0.0, 0
+
+    def _choose(self) -> None:
+        lead = self._hits[not self.is_arc] - self._hits[self.is_arc]
+        if lead > _LEAD_MIN * self._accesses:
+            self.is_arc = not self.is_arc
+        self._hits = [hits * _KEPT for hits in self._hits]
+        self._accesses *= _KEPT
+        self._recent_accesses = 0
+
+
+class Adaptive(ARC):
+    """The queues of ARC, with victims by LRU while that has more hits (:class:`RuleChoice`)."""
+
+    name = "adaptive"
+
+    def __init__(self, capacity_blocks_hint: int = 0) -> None:
+        super().__init__(capacity_blocks_hint)
+        self._choice = RuleChoice()
+
+    def clear(self) -> None:
+        super().clear()
+        self._choice.clear()
+
+    def insert(self, key: BlockKey) -> None:
+        if key in self._recent or key in self._frequent:
+            self.touch(key)
+            return
+        super().insert(key)
+        if self._choice.samples(key):
+            self._choice.use(key, self._capacity)
+
+    def touch(self, key: BlockKey) -> None:
+        super().touch(key)
+        if self._choice.samples(key) and key in self._frequent:
+            self._choice.use(key, self._capacity)
+
+    def _is_recent_next(self, recent: _Pass, frequent: _Pass) -> bool:
+        if self._choice.is_arc:
+            return super()._is_recent_next(recent, frequent)
+        first, second = recent.oldest(), frequent.oldest()
+        return second is None or (first is not None and self._recent[first] < self._frequent[second])
 
 
 class SharedPolicy(EvictionPolicy):
@@ -312,6 +431,9 @@ class SharedPolicy(EvictionPolicy):
 
     def touch(self, key: BlockKey) -> None:
         self._policies[self._accounts.of(key)].touch(key)
+
+    def settle(self, key: BlockKey) -> None:
+        self._policies[self._accounts.of(key)].settle(key)
 
     def remove(self, key: BlockKey) -> bool:
         account = self._accounts.of(key)
@@ -347,14 +469,14 @@ class SharedPolicy(EvictionPolicy):
             yield chosen.pop()
 
 
-_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (ARC, LRU, S3FIFO)}
+_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (Adaptive, ARC, LRU, S3FIFO)}
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """Names accepted by :func:`make_policy`."""
 
 
 def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | None = None) -> EvictionPolicy:
-    """Create an empty policy by name (``"lru"``, ``"s3fifo"``, ``"arc"``; case, hyphens and underscores are ignored).
+    """Create an empty policy by name (:data:`POLICY_NAMES`; case, hyphens and underscores are ignored).
 
     With ``tenants``, their accounts determine the tenant to evict from (:class:`kvstore.tenants.Accounts`).
     """
