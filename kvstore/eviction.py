@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import ClassVar, Final, TypeAlias
-from zlib import crc32
+
+from xxhash import xxh3_64_intdigest
 
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
@@ -21,14 +22,17 @@ from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
 _Queue: TypeAlias = "OrderedDict[BlockKey, int]"
-"""Oldest first. Values: the number of uses for S3-FIFO, the time of the last use for ARC, counted in uses; otherwise 0."""
+"""Oldest first. Values: the number of uses for S3-FIFO, that of all uses up to the last one for ARC, otherwise 0."""
 
 
-_SAMPLED: Final = 8
-"""One of so many keys is simulated: of the caches that were tried, fewer keys chose worse."""
+_SAMPLED_MIN: Final = 8
+"""At most one of so many keys is simulated."""
+
+_ROOM_MAX: Final = 1024
+"""Largest simulated cache in blocks. Larger ones chose no better, and took memory and time."""
 
 _ROOM_MIN: Final = 8
-"""Smallest simulated cache in blocks; its hits are too few to choose by. LRU stays."""
+"""Smallest simulated cache in blocks. Below, there are too few hits to choose by, and LRU stays."""
 
 _LEAD_MIN: Final = 0.002
 """Lead, as a share of the accesses, from which the other rule is chosen."""
@@ -138,7 +142,10 @@ class _QueuePolicy(EvictionPolicy):
         return sum(map(len, self._queues))
 
     def __contains__(self, key: object) -> bool:
-        return any([key in queue for queue in self._queues])
+        for queue in self._queues:  # noqa: SIM110 - half the time of any()
+            if key in queue:
+                return True
+        return False
 
     def __iter__(self) -> Iterator[BlockKey]:
         return chain.from_iterable(self._queues)
@@ -268,30 +275,30 @@ class ARC(_QueuePolicy):
 
     def insert(self, key: BlockKey) -> None:
         if key in self._recent or key in self._frequent:
-            self.touch(key)
+            ARC.touch(self, key)
             return
         self._now += 1
-        if key in self._ghost_recent:
-            step = max(1.0, len(self._ghost_frequent) / len(self._ghost_recent))
+        recent, frequent = self._ghost_recent, self._ghost_frequent
+        if key in recent:
+            step = max(1.0, len(frequent) / len(recent))
             self._recent_target = min(float(self._capacity), self._recent_target + step)
-            del self._ghost_recent[key]
+            del recent[key]
             self._frequent[key] = self._now
-        elif key in self._ghost_frequent:
-            step = max(1.0, len(self._ghost_recent) / len(self._ghost_frequent))
+        elif key in frequent:
+            step = max(1.0, len(recent) / len(frequent))
             self._recent_target = max(0.0, self._recent_target - step)
-            del self._ghost_frequent[key]
+            del frequent[key]
             self._frequent[key] = self._now
         else:
             self._recent[key] = self._now
-        self._trim_ghosts()
 
     def touch(self, key: BlockKey) -> None:
         self._now += 1
-        if self._recent.pop(key, None) is not None:
-            self._frequent[key] = self._now
-        elif key in self._frequent:
+        if key in self._frequent:
             self._frequent[key] = self._now
             self._frequent.move_to_end(key)
+        elif self._recent.pop(key, None) is not None:
+            self._frequent[key] = self._now
 
     def settle(self, key: BlockKey) -> None:
         self._now += 1
@@ -304,24 +311,21 @@ class ARC(_QueuePolicy):
         try:
             with _Pass(self._recent, pinned) as recent, _Pass(self._frequent, pinned) as frequent:
                 while True:
-                    order = [(recent, self._ghost_recent), (frequent, self._ghost_frequent)]
-                    if not self._is_recent_next(recent, frequent):
-                        order.reverse()
-                    key = None
-                    for queue, ghost in order:
-                        if (key := queue.oldest()) is not None:
-                            del queue.queue[key]
-                            ghost[key] = 0
-                            break
+                    first, second = (recent, frequent) if len(recent) > self._recent_target else (frequent, recent)
+                    key = first.oldest() or second.oldest()  # Keys are never empty.
                     if key is None:
                         return
+                    self._note_evicted(key)
                     yield key
         finally:
             self._trim_ghosts()
 
-    def _is_recent_next(self, recent: _Pass, frequent: _Pass) -> bool:
-        """Return whether the next victim is the oldest of ``recent``, if both have a block that is not pinned."""
-        return len(recent) > self._recent_target
+    def _note_evicted(self, key: BlockKey) -> None:
+        if self._recent.pop(key, None) is None:
+            del self._frequent[key]
+            self._ghost_frequent[key] = 0
+        else:
+            self._ghost_recent[key] = 0
 
     def _trim_ghosts(self) -> None:
         capacity = self._capacity
@@ -334,43 +338,38 @@ class ARC(_QueuePolicy):
 class RuleChoice:
     """The choice between LRU and ARC for one cache, by the hits that each would have had.
 
-    Both rules are simulated for an eighth of all keys, with an eighth of the capacity. The rule with more hits lately is
-    chosen: a hit counts half after accesses of four times the capacity.
+    Both rules are simulated for an eighth of the keys, or fewer, in as small a part of the capacity. The rule with more
+    hits is chosen; a hit counts half after accesses of four times the capacity.
     """
 
     def __init__(self) -> None:
-        self.is_arc = False  # Whether ARC is chosen, in place of LRU.
+        self.is_arc = False  # Whether ARC is chosen, not LRU.
+        self.mask = _SAMPLED_MIN - 1
+        """The keys whose XXH3 has none of these bits are simulated."""
         self._shadows = LRU(), ARC()
         self._hits = [0.0, 0.0]
         self._accesses = 0.0
-        self._recent_accesses = 0
-
-    @staticmethod
-    def samples(key: BlockKey) -> bool:
-        """Return whether a key is simulated; :meth:`use` expects no other."""
-        return not crc32(key) % _SAMPLED
+        self._uses = 0
 
     def use(self, key: BlockKey, capacity_blocks: int) -> None:
-        """Note a use or an arrival of a sampled block in a cache of so many blocks. O(1) amortised."""
-        room = capacity_blocks // _SAMPLED
+        """Record a use, or the arrival, of a simulated block in a cache of so many blocks. O(1) amortised."""
+        room = capacity_blocks // (self.mask + 1)
+        if room > _ROOM_MAX:
+            self._simulate_fewer()
+            return
         if room < _ROOM_MIN:
             return
         for number, shadow in enumerate(self._shadows):
             self._hits[number] += key in shadow
             shadow.insert(key)
-            if len(shadow) > room:
-                # More than one at a time, which takes half as long.
-                shadow.victims(len(shadow) - room + room // 64)
         self._accesses += 1
-        self._recent_accesses += 1
-        if self._recent_accesses >= room // 4:
+        self._uses += 1
+        if self._uses % (1 + room // 64) == 0:
+            # Several at a time, which takes half as long.
+            for shadow in self._shadows:
+                shadow.victims(len(shadow) - room)
+        if self._uses % (room // 4) == 0:
             self._choose()
-
-    def clear(self) -> None:
-        """Forget all blocks and hits; the choice stays."""
-        for shadow in self._shadows:
-            shadow.clear()
-        self._hits, self._accesses, self._recent_accesses = [0.0, 0.0], 0.0, 0
 
     def _choose(self) -> None:
         lead = self._hits[not self.is_arc] - self._hits[self.is_arc]
@@ -378,11 +377,16 @@ class RuleChoice:
             self.is_arc = not self.is_arc
         self._hits = [hits * _KEPT for hits in self._hits]
         self._accesses *= _KEPT
-        self._recent_accesses = 0
+
+    def _simulate_fewer(self) -> None:
+        self.mask = 2 * self.mask + 1
+        for shadow in self._shadows:
+            for key in [key for key in shadow if xxh3_64_intdigest(key) & self.mask]:
+                shadow.remove(key)
 
 
 class Adaptive(ARC):
-    """The queues of ARC, with victims by LRU while that has more hits (:class:`RuleChoice`)."""
+    """The queues of ARC, with victims by LRU while this has more hits (:class:`RuleChoice`)."""
 
     name = "adaptive"
 
@@ -392,26 +396,34 @@ class Adaptive(ARC):
 
     def clear(self) -> None:
         super().clear()
-        self._choice.clear()
+        self._choice = RuleChoice()
 
     def insert(self, key: BlockKey) -> None:
-        if key in self._recent or key in self._frequent:
-            self.touch(key)
-            return
         super().insert(key)
-        if self._choice.samples(key):
+        if not xxh3_64_intdigest(key) & self._choice.mask:
             self._choice.use(key, self._capacity)
 
     def touch(self, key: BlockKey) -> None:
         super().touch(key)
-        if self._choice.samples(key) and key in self._frequent:
+        if not xxh3_64_intdigest(key) & self._choice.mask and key in self._frequent:
             self._choice.use(key, self._capacity)
 
-    def _is_recent_next(self, recent: _Pass, frequent: _Pass) -> bool:
-        if self._choice.is_arc:
-            return super()._is_recent_next(recent, frequent)
-        first, second = recent.oldest(), frequent.oldest()
-        return second is None or (first is not None and self._recent[first] < self._frequent[second])
+    def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
+        return super()._evict(pinned) if self._choice.is_arc else self._evict_least_recent(pinned)
+
+    def _evict_least_recent(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
+        try:
+            with _Pass(self._recent, pinned) as recent, _Pass(self._frequent, pinned) as frequent:
+                once, again = recent.oldest(), frequent.oldest()
+                while key := once if once and not (again and self._frequent[again] < self._recent[once]) else again:
+                    self._note_evicted(key)
+                    yield key
+                    if key is once:
+                        once = recent.oldest()
+                    else:
+                        again = frequent.oldest()
+        finally:
+            self._trim_ghosts()
 
 
 class SharedPolicy(EvictionPolicy):

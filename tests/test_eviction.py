@@ -172,7 +172,6 @@ class PlainARC:
             self.t2.append(key)
         else:
             self.t1.append(key)
-        self._trim()
 
     def touch(self, key: bytes) -> None:
         """Case I of the paper."""
@@ -382,7 +381,7 @@ def test_names() -> None:
     assert isinstance(make_policy("S3-FIFO"), S3FIFO)
     assert isinstance(make_policy("LRU"), LRU)
     assert isinstance(make_policy("arc", 5), ARC)
-    with pytest.raises(ConfigError, match=r"Unknown eviction policy 'lur'\. Known: arc, lru, s3fifo\. .* 'lru'\?"):
+    with pytest.raises(ConfigError, match=r"Unknown eviction policy 'lur'\. Known: adaptive, arc, lru, s3fifo\. .* 'lru'\?"):
         make_policy("lur")
 
 
