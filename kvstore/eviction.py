@@ -7,9 +7,10 @@ blocks that enter, are used or leave, and requests victims. Not thread-safe: a p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from heapq import merge
 from itertools import chain
 from typing import ClassVar, Final, TypeAlias
 
@@ -408,6 +409,12 @@ class Adaptive(ARC):
         if not xxh3_64_intdigest(key) & self._choice.mask and key in self._frequent:
             self._choice.use(key, self._capacity)
 
+    def __iter__(self) -> Iterator[BlockKey]:
+        if self._choice.is_arc:
+            return super().__iter__()
+        used_at = ChainMap(self._recent, self._frequent)
+        return merge(self._recent, self._frequent, key=used_at.__getitem__)
+
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         return super()._evict(pinned) if self._choice.is_arc else self._evict_least_recent(pinned)
 
@@ -485,6 +492,10 @@ _POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in 
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """Names accepted by :func:`make_policy`."""
+
+
+DEFAULT_POLICY: Final = Adaptive.name
+"""Policy of the primary tier: in no trace of docs/replay.md far below the better of LRU and ARC."""
 
 
 def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | None = None) -> EvictionPolicy:
