@@ -7,11 +7,14 @@ blocks that enter, are used or leave, and requests victims. Not thread-safe: a p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from heapq import merge
 from itertools import chain
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
+
+from xxhash import xxh3_64_intdigest
 
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
@@ -19,7 +22,24 @@ from kvstore.secret import shown
 from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-_Queue: TypeAlias = "OrderedDict[BlockKey, int]"  # Oldest first. Values: number of uses for S3-FIFO, otherwise 0.
+_Queue: TypeAlias = "OrderedDict[BlockKey, int]"
+"""Oldest first. Values: the number of uses for S3-FIFO, that of all uses up to the last one for ARC, otherwise 0."""
+
+
+_SAMPLED_MIN: Final = 8
+"""At most one of so many keys is simulated."""
+
+_ROOM_MAX: Final = 1024
+"""Largest simulated cache in blocks. Larger ones chose no better, and took memory and time."""
+
+_ROOM_MIN: Final = 8
+"""Smallest simulated cache in blocks. Below, there are too few hits to choose by, and LRU stays."""
+
+_LEAD_MIN: Final = 0.002
+"""Lead, as a share of the accesses, from which the other rule is chosen."""
+
+_KEPT: Final = 2 ** (-1 / 16)
+"""Weight of former hits after each choice, which is made after accesses of a quarter of the capacity."""
 
 
 class EvictionPolicy(ABC):
@@ -43,6 +63,9 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def touch(self, key: BlockKey) -> None:
         """Note a use; unknown keys are ignored."""
+
+    def settle(self, key: BlockKey) -> None:  # noqa: B027 - not every policy orders blocks by their last use
+        """Make a block the most recently used among its like, without counting a use; unknown keys are ignored."""
 
     @abstractmethod
     def remove(self, key: BlockKey) -> bool:
@@ -120,7 +143,10 @@ class _QueuePolicy(EvictionPolicy):
         return sum(map(len, self._queues))
 
     def __contains__(self, key: object) -> bool:
-        return any([key in queue for queue in self._queues])
+        for queue in self._queues:  # noqa: SIM110 - half the time of any()
+            if key in queue:
+                return True
+        return False
 
     def __iter__(self) -> Iterator[BlockKey]:
         return chain.from_iterable(self._queues)
@@ -142,6 +168,8 @@ class LRU(_QueuePolicy):
     def touch(self, key: BlockKey) -> None:
         if key in self._queue:
             self._queue.move_to_end(key)
+
+    settle = touch
 
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         with _Pass(self._queue, pinned) as queue:
@@ -238,6 +266,7 @@ class ARC(_QueuePolicy):
         self._ghost_recent: _Queue = OrderedDict()
         self._ghost_frequent: _Queue = OrderedDict()
         self._recent_target = 0.0
+        self._now = 0
         ghosts = [self._ghost_recent, self._ghost_frequent]
         super().__init__(capacity_blocks_hint, [self._recent, self._frequent], ghosts)
 
@@ -246,46 +275,58 @@ class ARC(_QueuePolicy):
         self._recent_target = 0.0
 
     def insert(self, key: BlockKey) -> None:
-        if key in self:
-            self.touch(key)
-        elif key in self._ghost_recent:
-            step = max(1.0, len(self._ghost_frequent) / len(self._ghost_recent))
+        if key in self._recent or key in self._frequent:
+            ARC.touch(self, key)
+            return
+        self._now += 1
+        recent, frequent = self._ghost_recent, self._ghost_frequent
+        if key in recent:
+            step = max(1.0, len(frequent) / len(recent))
             self._recent_target = min(float(self._capacity), self._recent_target + step)
-            del self._ghost_recent[key]
-            self._frequent[key] = 0
-        elif key in self._ghost_frequent:
-            step = max(1.0, len(self._ghost_recent) / len(self._ghost_frequent))
+            del recent[key]
+            self._frequent[key] = self._now
+        elif key in frequent:
+            step = max(1.0, len(recent) / len(frequent))
             self._recent_target = max(0.0, self._recent_target - step)
-            del self._ghost_frequent[key]
-            self._frequent[key] = 0
+            del frequent[key]
+            self._frequent[key] = self._now
         else:
-            self._recent[key] = 0
-        self._trim_ghosts()
+            self._recent[key] = self._now
 
     def touch(self, key: BlockKey) -> None:
-        if self._recent.pop(key, None) is not None:
-            self._frequent[key] = 0
-        elif key in self._frequent:
+        self._now += 1
+        if key in self._frequent:
+            self._frequent[key] = self._now
             self._frequent.move_to_end(key)
+        elif self._recent.pop(key, None) is not None:
+            self._frequent[key] = self._now
+
+    def settle(self, key: BlockKey) -> None:
+        self._now += 1
+        for queue in (self._recent, self._frequent):
+            if key in queue:
+                queue[key] = self._now
+                queue.move_to_end(key)
 
     def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
         try:
             with _Pass(self._recent, pinned) as recent, _Pass(self._frequent, pinned) as frequent:
                 while True:
-                    order = [(recent, self._ghost_recent), (frequent, self._ghost_frequent)]
-                    if len(recent) <= self._recent_target:
-                        order.reverse()
-                    key = None
-                    for queue, ghost in order:
-                        if (key := queue.oldest()) is not None:
-                            del queue.queue[key]
-                            ghost[key] = 0
-                            break
+                    first, second = (recent, frequent) if len(recent) > self._recent_target else (frequent, recent)
+                    key = first.oldest() or second.oldest()  # Keys are never empty.
                     if key is None:
                         return
+                    self._note_evicted(key)
                     yield key
         finally:
             self._trim_ghosts()
+
+    def _note_evicted(self, key: BlockKey) -> None:
+        if self._recent.pop(key, None) is None:
+            del self._frequent[key]
+            self._ghost_frequent[key] = 0
+        else:
+            self._ghost_recent[key] = 0
 
     def _trim_ghosts(self) -> None:
         capacity = self._capacity
@@ -293,6 +334,103 @@ class ARC(_QueuePolicy):
             self._ghost_recent.popitem(last=False)
         while self._ghost_frequent and len(self) + len(self._ghost_recent) + len(self._ghost_frequent) > 2 * capacity:
             self._ghost_frequent.popitem(last=False)
+
+
+class RuleChoice:
+    """The choice between LRU and ARC for one cache, by the hits that each would have had.
+
+    Both rules are simulated for an eighth of the keys, or fewer, in as small a part of the capacity. The rule with more
+    hits is chosen; a hit counts half after accesses of four times the capacity.
+    """
+
+    def __init__(self) -> None:
+        self.is_arc = False  # Whether ARC is chosen, not LRU.
+        self.mask = _SAMPLED_MIN - 1
+        """The keys whose XXH3 has none of these bits are simulated."""
+        self._shadows = LRU(), ARC()
+        self._hits = [0.0, 0.0]
+        self._accesses = 0.0
+        self._uses = 0
+
+    def use(self, key: BlockKey, capacity_blocks: int) -> None:
+        """Record a use, or the arrival, of a simulated block in a cache of so many blocks. O(1) amortised."""
+        room = capacity_blocks // (self.mask + 1)
+        if room > _ROOM_MAX:
+            self._simulate_fewer()
+            return
+        if room < _ROOM_MIN:
+            return
+        for number, shadow in enumerate(self._shadows):
+            self._hits[number] += key in shadow
+            shadow.insert(key)
+        self._accesses += 1
+        self._uses += 1
+        if self._uses % (1 + room // 64) == 0:
+            # Several at a time, which takes half as long.
+            for shadow in self._shadows:
+                shadow.victims(len(shadow) - room)
+        if self._uses % (room // 4) == 0:
+            self._choose()
+
+    def _choose(self) -> None:
+        lead = self._hits[not self.is_arc] - self._hits[self.is_arc]
+        if lead > _LEAD_MIN * self._accesses:
+            self.is_arc = not self.is_arc
+        self._hits = [hits * _KEPT for hits in self._hits]
+        self._accesses *= _KEPT
+
+    def _simulate_fewer(self) -> None:
+        self.mask = 2 * self.mask + 1
+        for shadow in self._shadows:
+            for key in [key for key in shadow if xxh3_64_intdigest(key) & self.mask]:
+                shadow.remove(key)
+
+
+class Adaptive(ARC):
+    """The queues of ARC, with victims by LRU while this has more hits (:class:`RuleChoice`)."""
+
+    name = "adaptive"
+
+    def __init__(self, capacity_blocks_hint: int = 0) -> None:
+        super().__init__(capacity_blocks_hint)
+        self._choice = RuleChoice()
+
+    def clear(self) -> None:
+        super().clear()
+        self._choice = RuleChoice()
+
+    def insert(self, key: BlockKey) -> None:
+        super().insert(key)
+        if not xxh3_64_intdigest(key) & self._choice.mask:
+            self._choice.use(key, self._capacity)
+
+    def touch(self, key: BlockKey) -> None:
+        super().touch(key)
+        if not xxh3_64_intdigest(key) & self._choice.mask and key in self._frequent:
+            self._choice.use(key, self._capacity)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        if self._choice.is_arc:
+            return super().__iter__()
+        used_at = ChainMap(self._recent, self._frequent)
+        return merge(self._recent, self._frequent, key=used_at.__getitem__)
+
+    def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
+        return super()._evict(pinned) if self._choice.is_arc else self._evict_least_recent(pinned)
+
+    def _evict_least_recent(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
+        try:
+            with _Pass(self._recent, pinned) as recent, _Pass(self._frequent, pinned) as frequent:
+                once, again = recent.oldest(), frequent.oldest()
+                while key := once if once and not (again and self._frequent[again] < self._recent[once]) else again:
+                    self._note_evicted(key)
+                    yield key
+                    if key is once:
+                        once = recent.oldest()
+                    else:
+                        again = frequent.oldest()
+        finally:
+            self._trim_ghosts()
 
 
 class SharedPolicy(EvictionPolicy):
@@ -312,6 +450,9 @@ class SharedPolicy(EvictionPolicy):
 
     def touch(self, key: BlockKey) -> None:
         self._policies[self._accounts.of(key)].touch(key)
+
+    def settle(self, key: BlockKey) -> None:
+        self._policies[self._accounts.of(key)].settle(key)
 
     def remove(self, key: BlockKey) -> bool:
         account = self._accounts.of(key)
@@ -347,14 +488,18 @@ class SharedPolicy(EvictionPolicy):
             yield chosen.pop()
 
 
-_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (ARC, LRU, S3FIFO)}
+_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (Adaptive, ARC, LRU, S3FIFO)}
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """Names accepted by :func:`make_policy`."""
 
 
+DEFAULT_POLICY: Final = Adaptive.name
+"""Policy of the primary tier: in no trace of docs/replay.md far below the better of LRU and ARC."""
+
+
 def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | None = None) -> EvictionPolicy:
-    """Create an empty policy by name (``"lru"``, ``"s3fifo"``, ``"arc"``; case, hyphens and underscores are ignored).
+    """Create an empty policy by name (:data:`POLICY_NAMES`; case, hyphens and underscores are ignored).
 
     With ``tenants``, their accounts determine the tenant to evict from (:class:`kvstore.tenants.Accounts`).
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 import random
 from collections.abc import Callable
 from typing import TypeAlias
@@ -12,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from kvstore.eviction import ARC, LRU, POLICY_NAMES, S3FIFO, EvictionPolicy, SharedPolicy, make_policy
+from kvstore.eviction import (
+    ARC,
+    LRU,
+    POLICY_NAMES,
+    S3FIFO,
+    Adaptive,
+    EvictionPolicy,
+    RuleChoice,
+    SharedPolicy,
+    make_policy,
+)
 from kvstore.tenants import Tenants, tag_of
 
 Pinned: TypeAlias = Callable[[bytes], bool]
@@ -172,7 +184,6 @@ class PlainARC:
             self.t2.append(key)
         else:
             self.t1.append(key)
-        self._trim()
 
     def touch(self, key: bytes) -> None:
         """Case I of the paper."""
@@ -212,7 +223,8 @@ class PlainARC:
             self.b2.pop(0)
 
 
-MODELS = [(LRU, PlainLRU), (S3FIFO, PlainS3FIFO), (ARC, PlainARC)]
+MODELS = [(LRU, PlainLRU), (S3FIFO, PlainS3FIFO), (ARC, PlainARC), (Adaptive, PlainLRU)]
+"""Below 64 blocks, the adaptive policy is LRU."""
 
 
 @pytest.mark.parametrize(("policy_type", "model_type"), MODELS, ids=lambda kind: kind.__name__)
@@ -366,6 +378,51 @@ def test_scan_does_not_evict_blocks_in_use(name: str, rng: random.Random) -> Non
     assert survivors(make_policy("lru", 100)) == 0
 
 
+def _scans(rounds: int) -> list[bytes]:
+    """Return uses of 500 blocks, two at a time, each time after 1,000 blocks that are used once."""
+    number, uses = itertools.count(), list[bytes]()
+    for _ in range(rounds):
+        uses += [b"scan %d" % next(number) for _ in range(1000)] + 2 * [b"used %d" % each for each in range(500)]
+    return uses
+
+
+def _sessions(blocks: int, first: int = 0) -> list[bytes]:
+    """Return uses of blocks, each of which is used three times more, the last time 800 blocks later."""
+    return [b"block %d" % (at - age) for at in range(first, first + blocks) for age in (0, 266, 400, 800)]
+
+
+def _hits(policy: EvictionPolicy, uses: list[bytes], capacity: int = 1000) -> int:
+    hits = 0
+    for one in uses:
+        hits += one in policy
+        if one not in policy and len(policy) >= capacity:
+            policy.victims(1)
+        policy.insert(one)
+    return hits
+
+
+def test_adaptive_policy_chooses_the_rule_with_more_hits() -> None:
+    """It has nearly the hits of the better rule, also after uses of another kind, for which the other is better."""
+    first = {name: make_policy(name, 1000) for name in ("lru", "arc", "adaptive")}
+    scans = {name: _hits(policy, _scans(20)) for name, policy in first.items()}
+    assert scans["adaptive"] > 0.95 * scans["arc"] > 1.4 * scans["lru"]
+    sessions = {name: _hits(make_policy(name, 1000), _sessions(6000)) for name in first}
+    assert sessions["adaptive"] > 0.95 * sessions["lru"] > 1.3 * sessions["arc"]
+    for policy in first.values():
+        _hits(policy, _sessions(4000))
+    later = {name: _hits(policy, _sessions(4000, 4000)) for name, policy in first.items()}
+    assert later["adaptive"] > 0.95 * later["lru"] > 1.05 * later["arc"]
+
+
+def test_choice_of_the_rule_takes_bounded_memory() -> None:
+    """At most 1,024 blocks are simulated for each rule, and as many evicted ones remembered, whatever the capacity."""
+    choice = RuleChoice()
+    for capacity in (100_000, 10_000_000):
+        for number in range(200_000):
+            choice.use(number.to_bytes(32), capacity)
+        assert len(pickle.dumps(choice)) < 3 * 1024 * 60
+
+
 def test_a_small_queue_below_its_share_is_left_alone() -> None:
     """S3-FIFO then evicts from the main queue."""
     policy = make_policy("s3fifo", 20)
@@ -382,7 +439,8 @@ def test_names() -> None:
     assert isinstance(make_policy("S3-FIFO"), S3FIFO)
     assert isinstance(make_policy("LRU"), LRU)
     assert isinstance(make_policy("arc", 5), ARC)
-    with pytest.raises(ConfigError, match=r"Unknown eviction policy 'lur'\. Known: arc, lru, s3fifo\. .* 'lru'\?"):
+    known = r"Known: adaptive, arc, lru, s3fifo\."
+    with pytest.raises(ConfigError, match=rf"Unknown eviction policy 'lur'\. {known} .* 'lru'\?"):
         make_policy("lur")
 
 

@@ -51,7 +51,7 @@ _Spec = Annotated[
 ]
 _Cpu = Annotated[str, Option(metavar="SIZE", help="CPU memory of the primary tier.")]
 _Manager = Annotated[str, Option(metavar="kvstore|vllm", help="Who manages the tiers, in kvstore's spec.")]
-_Eviction = Annotated[str, Option(metavar="POLICY", help="Eviction policy of the primary tier.")]
+_Eviction = Annotated[str | None, Option(metavar="POLICY", help="Eviction policy of the primary tier.")]
 _Tiering = Annotated[
     str | None,
     Option(metavar="JSON", help='Options of kvstore\'s manager, such as \'{"policy": {"min_uses": 2}}\'.'),
@@ -68,7 +68,7 @@ def config_command(
     spec: _Spec = "kvstore",
     cpu: _Cpu = "8GiB",
     manager: _Manager = "kvstore",
-    eviction: _Eviction = "lru",
+    eviction: _Eviction = None,
     tiering: _Tiering = None,
     extra: _Extra = None,
     pretty: _Pretty = False,
@@ -123,7 +123,7 @@ def vllm_config(
     spec: Spec = "kvstore",
     cpu_bytes: int = 8 << 30,
     manager: str = "kvstore",
-    eviction: str = "lru",
+    eviction: str | None = None,
     tiering: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def vllm_config(
             f"CPU memory of {cpu_bytes} bytes is less than a block, and every block passes through it. Give it a unit, "
             "such as '8GiB'."
         )
-    policy = make_policy(eviction).name
-    if not own_manager and policy not in ("lru", "arc"):
+    policy = None if eviction is None else make_policy(eviction).name
+    if not own_manager and policy not in (None, "lru", "arc"):
         raise ConfigError(f"Eviction policy {policy!r} is not supported by vLLM's manager. Supported: 'lru' and 'arc'.")
     found: dict[str, Any] = {}
     if spec == "kvstore":
@@ -147,7 +147,7 @@ def vllm_config(
     else:
         found["spec_name"] = "TieringOffloadingSpec"
     found["cpu_bytes_to_use"] = int(cpu_bytes)
-    if policy != "lru":
+    if policy is not None:
         found["eviction_policy"] = policy
     if tiering:
         if not own_manager:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvstore.eviction import LRU, make_policy
+from kvstore.eviction import make_policy
 from kvstore.tenants import Account, Accounts
 from kvstore.types import BlockKey
 
@@ -55,7 +55,6 @@ class EvictionOrder:
         marks: Marks | None = None,
     ) -> None:
         self._policy = make_policy(policy, capacity)
-        self._orders_by_use_alone = isinstance(self._policy, LRU)
         self._slot_of = slot_of
         self._pins = pins
         self._parked: set[BlockKey] = set()
@@ -87,7 +86,13 @@ class EvictionOrder:
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Record uses, the most important last."""
-        touch = self._policy.touch
+        self._reorder(keys, self._policy.touch)
+
+    def settle(self, keys: Iterable[BlockKey]) -> None:
+        """Reorder blocks as :meth:`touch` without counting another use."""
+        self._reorder(keys, self._policy.settle)
+
+    def _reorder(self, keys: Iterable[BlockKey], touch: Callable[[BlockKey], None]) -> None:
         if not self._has_set_aside:
             for key in keys:
                 touch(key)
@@ -97,11 +102,6 @@ class EvictionOrder:
                 self._policy.insert(key)
             else:
                 touch(key)
-
-    def settle(self, keys: Iterable[BlockKey]) -> None:
-        """Reorder blocks if the policy is LRU; other policies would count another use."""
-        if self._orders_by_use_alone:
-            self.touch(keys)
 
     def spare(self, keys: Iterable[BlockKey]) -> None:
         """Note that blocks are now spared."""

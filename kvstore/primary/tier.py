@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError
+from kvstore.eviction import DEFAULT_POLICY
 from kvstore.primary.loans import HandOvers, Loans
 from kvstore.primary.order import EvictionOrder, Marks, Rank, SharedOrder
 from kvstore.tenants import Accounts
@@ -80,7 +81,9 @@ class PrimaryTier:
         ConfigError: The memory holds fewer than ``slots`` (or no) slots, or there is no such policy.
     """
 
-    def __init__(self, memory: memoryview, slot_bytes: int, *, policy: str = "lru", slots: int | None = None) -> None:
+    def __init__(
+        self, memory: memoryview, slot_bytes: int, *, policy: str = DEFAULT_POLICY, slots: int | None = None
+    ) -> None:
         fitting = memory.nbytes // slot_bytes if slot_bytes > 0 else 0
         count = fitting if slots is None else slots
         if not 0 < count <= fitting:

@@ -52,7 +52,7 @@ from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.layout import useful_bytes, warn_of_waste
 from kvstore.vllm.metrics import HitSummary, ManagerMetrics, StandardMetrics, TierMetrics, UnreadWarning, report_engine
 from kvstore.vllm.namespace import engine_namespace
-from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
+from kvstore.vllm.options import TIER_TYPE, check_options, eviction_policy, tier_name
 from kvstore.vllm.region import described_pages, region_pages
 from kvstore.vllm.startup import described, described_slots, errors_logged, show_logs
 from kvstore.vllm.steps import IdleWaker, Pauses, StepTimes
@@ -465,7 +465,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         slots = shaped.shape[0] - 1  # The last row holds the workers' counters.
         counters = rows[slots * slot_bytes :]
         views.insert(0, counters)
-        primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
+        primary = PrimaryTier(rows, slot_bytes, policy=eviction_policy(spec.extra_config), slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         tags = RequestTags(config.tenants, spec.engine)
         # Includes the form of the tags: a peer with other tags then reports a mismatch, instead of finding no blocks.

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.config import ByteSize, decode_config, did_you_mean
 from kvstore.errors import ConfigError
-from kvstore.eviction import make_policy
+from kvstore.eviction import DEFAULT_POLICY, make_policy
 from kvstore.registry import BACKENDS
 from kvstore.secret import shown
 from kvstore.tiering.config import TieringConfig, engine_tiering
@@ -85,6 +85,11 @@ def uses_huge_pages(extra_config: Mapping[str, Any]) -> bool:
     return bool(extra_config.get("huge_pages", True))
 
 
+def eviction_policy(extra_config: Mapping[str, Any]) -> Any:
+    """Return the eviction policy of the primary tier of kvstore's manager, unchecked. Without it, vLLM's is LRU."""
+    return extra_config.get("eviction_policy", DEFAULT_POLICY)
+
+
 def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     """Return the configuration of kvstore's manager, or None to use vLLM's (see :func:`is_own_manager`).
 
@@ -101,7 +106,7 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
         if tier["type"] != TIER_TYPE and tier.get("reset", "forget") not in ("forget", "keep"):
             raise ConfigError(f"reset of the tier {tier['type']} is {tier['reset']!r}. Expected 'forget' or 'keep'.")
     try:
-        make_policy(extra_config.get("eviction_policy", "lru"))
+        make_policy(eviction_policy(extra_config))
     except ConfigError as error:
         raise ConfigError(f"'eviction_policy': {error}") from None
     threshold = extra_config.get("store_threshold", 0)

@@ -76,6 +76,7 @@ PROGRAMS = {
     "bench/disk.py": "--quick --systems kvstore-file --engines 1 4 --runs 1",
     "bench/engine_thread.py": "--quick --runs 1 --systems kvstore-file kvstore-file-thread fio",
     "bench/events.py": "--quick --steps 2",
+    "bench/eviction.py": "--quick --kinds shift",
     "bench/fleet.py": "--quick",
     "bench/gate.py": "--quick --requests 2",
     "bench/gate_busy.py": "--requests 20",

@@ -381,14 +381,14 @@ def test_all_cases_are_checked_before_the_first_is_replayed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("tier", "policy"),
     [
-        ((), "lru"),
+        ((), "adaptive"),
         (("--tier", _DISK), "ages"),
         (("--tier", _DISK.replace("file", "nvme")), "ages"),
         (("--tier", "redis://127.0.0.1"), "lru"),
     ],
 )
 def test_without_a_policy_a_replay_evicts_by_that_of_the_tier(tier: tuple[str, ...], policy: str) -> None:
-    """The disk tier evicts by ages, CPU memory and dry tiers of other media by LRU."""
+    """CPU memory evicts by its default, the disk tier by ages, and dry tiers of other media by LRU."""
     command = ("bench", "replay", "--requests", "50", "--dry", "--cpu", "4GiB", *tier, "--capacity", "1GiB", "--json")
     own = report_of(run_here(*command))["rows"]
     assert [row["policy"] for row in own] == [policy]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.eviction import POLICY_NAMES
 from tests.tiering.engine import Engine, key_of
 
 BATCH = 50
@@ -70,7 +71,7 @@ def costs(blocks: int, eviction: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("eviction", POLICY_NAMES)
 def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(eviction: str) -> None:
     """Hits, misses, stores into a full primary tier and promotions make as many calls with 500 blocks as with 10,000.
 

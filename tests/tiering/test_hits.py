@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvstore.eviction import POLICY_NAMES
 from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine, keys_of
 from tests.tiering.fake_tier import payload
@@ -79,7 +80,7 @@ class Step:
         return loads
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("eviction", POLICY_NAMES)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_hit_can_be_loaded_until_the_step_ends(eviction: str, seed: int) -> None:
     """Promotions, stores, removals, ends of other requests and time remove no hit before it is loaded."""

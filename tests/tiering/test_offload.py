@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.eviction import POLICY_NAMES
 from kvstore.tiering import Backfill, TieringConfig
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, deadlines_of, keys_of
@@ -272,7 +273,7 @@ def test_a_tier_that_gets_an_expired_block_late_drops_it() -> None:
     assert engine.look(A, engine.request()) == ["miss"] * 4
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("eviction", POLICY_NAMES)
 def test_pinned_blocks_stay(eviction: str) -> None:
     """Blocks with ``pin`` survive any number of other blocks, within the share of pins; ``release`` ends the pin."""
     engine = Engine(slots=8, pin_share=0.5, eviction=eviction)
@@ -299,7 +300,7 @@ def test_lazy_writes_a_fifth_at_most_where_everything_fits() -> None:
     assert written[0] >= 5 * written[1] and written[0] > 0, written
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("eviction", POLICY_NAMES)
 def test_lazy_loses_nothing_where_it_does_not_fit(eviction: str) -> None:
     """With a workload ten times the primary tier, every block is there or written back, and is found again."""
     engine = Engine(slots=16, policy={"lazy": True}, eviction=eviction)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.eviction import POLICY_NAMES
 from kvstore.namespace import Namespace
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tenants import OTHERS, Accounts, Tenants, tag_of
@@ -309,7 +310,7 @@ def test_a_tier_with_blocks_cannot_be_shared() -> None:
         TieringManager(primary, [], TieringConfig(tenants=configured()))
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_the_accounts_agree_with_the_slots(policy: str) -> None:
     """After any calls each account equals the actual number of blocks, and every guarantee holds."""
     rng = random.Random(f"tenants-{policy}")

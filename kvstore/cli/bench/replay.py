@@ -80,8 +80,8 @@ _Policies = Annotated[
     str | None,
     Option(
         metavar="NAMES",
-        help="Eviction policies to compare: lru, s3fifo, arc, belady, and ages, that of the disk tier. Without it, the "
-        "tier's own.",
+        help="Eviction policies to compare: adaptive, lru, arc, s3fifo, belady, and ages, that of the disk tier. "
+        "Without it, the tier's own.",
     ),
 ]
 _Capacities = Annotated[

@@ -20,7 +20,7 @@ from kvstore.cli.bench.traces import Trace
 from kvstore.cli.interruption import run_interruptibly
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import ConfigError
-from kvstore.eviction import make_policy
+from kvstore.eviction import DEFAULT_POLICY, make_policy
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region, rounded_up
 from kvstore.quantity import Capacity
@@ -58,7 +58,7 @@ class ReplaySettings:
     cpu_bytes: int | None = None
     """Capacity of the primary tier; None: unlimited, in a dry replay only. Without other tiers, the case's capacity
     overrides it."""
-    cpu_policy: str = "lru"  # Eviction policy of the primary tier, with other tiers.
+    cpu_policy: str = DEFAULT_POLICY  # Eviction policy of the primary tier, with other tiers.
     dry: bool = True  # Keys and sizes only: no bytes, no media, no waiting.
     bytes_per_token: int = 128 << 10  # KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
     prefill_tokens_per_s: float = 10_000.0  # Rate of the engine, to compute the time saved.
@@ -369,7 +369,7 @@ class _Replay:
 
 def _own_policy(settings: ReplaySettings) -> str:
     """Return the policy of the last tier, or of a lone primary tier."""
-    return _policy_of(settings.tiers[-1]) if settings.tiers else "lru"
+    return _policy_of(settings.tiers[-1]) if settings.tiers else DEFAULT_POLICY
 
 
 def _policy_of(argument: TierArgument) -> str:

@@ -16,7 +16,7 @@ _LEGS = (
 )
 """Model and manager of each; only legs of the dense model can have rows of several blocks, and one in two does."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "policy": ("lru", "arc", "s3fifo"),
+    "policy": ("adaptive", "lru", "arc", "s3fifo"),
     "depth": (1, 2, 3),
     "speculates": (True, False),
     "scheduling": ("fcfs", "priority"),
@@ -164,7 +164,7 @@ def _leg(
         "manager": manager,
         "cpu_bytes_to_use": blocks * BLOCK_BYTES[model],
         # vLLM's manager has two policies.
-        "eviction_policy": policy if manager == "kvstore" or policy != "s3fifo" else "lru",
+        "eviction_policy": policy if manager == "kvstore" or policy in ("lru", "arc") else "lru",
         "secondary_tiers": [{**tier, "reset": reset} for tier in tiers[: drawn["depth"]]],
     }
     if manager == "kvstore":
