@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 from collections import Counter
@@ -88,13 +89,14 @@ async def test_medium_that_takes_no_blocks_keeps_those_it_has(tmp_path: Path) ->
 
 async def test_root_that_does_not_answer_costs_few_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither new blocks nor evictions use its slots while another root works, and it is used again after that."""
-    for module in ("drives", "space"):
-        monkeypatch.setattr(f"kvstore.backends.disk.{module}.FROZEN_S", 0.1)
+    monkeypatch.setattr("kvstore.backends.disk.drives.FROZEN_S", 0.1)
     disk, gate, roots = BadDisk(), threading.Event(), [tmp_path / "a", tmp_path / "b"]
     async with opened(roots, BLOCKS, disk=disk, engine="threads", threads=2) as rig:
         for task in rig.session._tasks:
             task.cancel()
         await rig.put_new(BLOCKS)
+        # All segments are there.
+        rig.session.space._full_until = math.inf
         disk.ops, disk.bad, disk.gate = ("pwritev",), str(roots[1]), gate
         drives, storing = rig.session.drives, set[asyncio.Task[list[Outcome]]]()
         try:
