@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 from collections import Counter
@@ -94,6 +95,8 @@ async def test_root_that_does_not_answer_costs_few_stores(tmp_path: Path, monkey
         for task in rig.session._tasks:
             task.cancel()
         await rig.put_new(BLOCKS)
+        # All segments are there.
+        rig.session.space._full_until = math.inf
         disk.ops, disk.bad, disk.gate = ("pwritev",), str(roots[1]), gate
         drives, storing = rig.session.drives, set[asyncio.Task[list[Outcome]]]()
         try:

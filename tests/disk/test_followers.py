@@ -221,6 +221,8 @@ async def test_change_that_was_not_announced_is_seen(tmp_path: Path, reads: bool
         async with opened(tmp_path, 256, disk=disk, engine="threads") as one:
             values = await one.put_new(4)
             await follows(reader, values)
+            await one.session.tables.end()
+            await reader.session.followers[0].refresh()
             disk.is_silent = True
             gone = list(values)[:2]
             await one.backend.delete(gone)

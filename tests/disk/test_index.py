@@ -52,6 +52,22 @@ def test_departing_block_leaves_with_its_segment() -> None:
     assert index.place(b"%d" % places[0]) == NOWHERE
 
 
+def test_segments_that_answer_are_used_in_place_of_those_that_do_not() -> None:
+    """Neither slots, victims nor a segment to give up come from a root to avoid; the last root that is left is used."""
+    index = Index(8)
+    segments = [open_segment(index, 2) for _ in range(2)]
+    segments[1].root = 1
+    add(index, take(index, 2))
+    index.avoid([0], 60.0)
+    assert index.evict(4, PAGE) == []
+    others = take(index, 4)
+    assert others == [segments[1].first, segments[1].first + 1]
+    add(index, others)
+    assert index.coldest(2 * segments[0].head.slot_bytes, is_wasting=False) is segments[1]
+    index.avoid([1], 60.0)
+    assert not segments[1].rests_until
+
+
 def test_block_that_is_elsewhere_too_is_not_evicted() -> None:
     """A segment's copy of a block that is elsewhere holds none: its slot is freed once, when its row was written."""
     index = Index(8)

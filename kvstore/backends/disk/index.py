@@ -181,7 +181,9 @@ class Index:
             self._free[segment.id] = segment
 
     def avoid(self, roots: Collection[int], duration_s: float) -> None:
-        """Let the segments of some roots rest at least for some time."""
+        """Let the segments of some roots rest at least for some time, unless all others rest already."""
+        if all(segment.root in roots or segment.rests_until for segment in self.segments.values()):
+            return
         until = time.monotonic() + duration_s
         for segment in self.segments.values():
             if segment.root in roots:
