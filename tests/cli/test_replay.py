@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -444,6 +445,15 @@ def test_the_hit_rate_is_drawn_over_the_capacity(tmp_path: Path, suffix: str, st
     done = run_here("bench", "replay", "--requests", "100", *more)
     assert (done.returncode, done.stderr) == (0, "")
     assert path.read_bytes().startswith(start)
+
+
+def test_a_plot_compares_the_default_with_lru_and_the_optimum() -> None:
+    """Without names of policies, a plot has three curves, or two where the optimum can't be simulated."""
+    for tier, expected in (((), ["adaptive", "lru", "belady"]), (("-t", "file:///x?capacity=1GiB"), ["ages", "lru"])):
+        with tempfile.TemporaryDirectory() as directory:
+            more = ("--dry", "--capacity", "1GiB", "--plot", f"{directory}/rates.svg", "--json", *tier)
+            report = report_of(run_here("bench", "replay", "--requests", "20", *more))
+        assert [row["policy"] for row in report["rows"]] == expected
 
 
 def test_without_matplotlib_nothing_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

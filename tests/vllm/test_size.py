@@ -115,7 +115,7 @@ def test_size_reports_bytes_capacity_and_times(tmp_path: Path) -> None:
 
 
 def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
-    """The report has the smallest capacity that reaches the rate in a replay, or that none does."""
+    """The report has the smallest capacity that reaches the rate in a replay, if any, and the rates of all."""
     (tmp_path / "config.json").write_text(json.dumps(_GQA))
     trace = tmp_path / "trace.jsonl"
     assert run_here("bench", "replay", "--dry", "--requests", "60", "--save-trace", str(trace)).returncode == 0
@@ -124,6 +124,8 @@ def test_a_capacity_for_a_hit_rate(tmp_path: Path) -> None:
     assert low["hit_rate"] >= 0.05
     assert low["hit_capacity_bytes"] < high["hit_capacity_bytes"]
     assert high["hit_rate"] < 1
+    rates = [(row["hit_rate"], row["lru"], row["optimum"]) for row in low["hit_rates"]]
+    assert len(rates) == 7 and len(set(rates[-1])) == 1 and all(most >= max(others) for *others, most in rates)
     assert "no capacity reaches 100%" in run_here(*command[:-2], "--hit-rate", "1").stdout
 
 

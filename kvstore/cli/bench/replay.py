@@ -13,7 +13,15 @@ import msgspec
 from kvstore.cli.bench.engine import Link
 from kvstore.cli.bench.plot import check_pictures, pictures_of
 from kvstore.cli.bench.room import AGES
-from kvstore.cli.bench.simulation import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, check_case, replay
+from kvstore.cli.bench.simulation import (
+    OPTIMUM,
+    ReplayCase,
+    ReplaySettings,
+    auto_capacities,
+    check_case,
+    own_policy,
+    replay,
+)
 from kvstore.cli.bench.target import Target
 from kvstore.cli.bench.traces import BLOCK_TOKENS, Trace, TraceShape, generate_trace, read_trace, write_trace
 from kvstore.cli.command_line import (
@@ -81,7 +89,7 @@ _Policies = Annotated[
     Option(
         metavar="NAMES",
         help="Eviction policies to compare: adaptive, lru, arc, s3fifo, belady, and ages, that of the disk tier. "
-        "Without it, the tier's own.",
+        "Without it, the tier's own; a plot has lru and belady, too, where they can be simulated.",
     ),
 ]
 _Capacities = Annotated[
@@ -167,7 +175,12 @@ def replay_command(
         links=[_link(text) for text in link or ()],
         gate=gate,
     )
-    policies = [None] if policy is None else [_policy(name.strip()) for name in policy.split(",")]
+    policies: list[str | None] = [None]
+    if policy is not None:
+        policies = [_policy(name.strip()) for name in policy.split(",")]
+    elif plot is not None and dry:
+        # The optimum shows what a better choice of blocks could gain at most.
+        policies = [*dict.fromkeys([own_policy(settings), "lru", *([] if tier or tenants else [OPTIMUM])])]
     found = _trace(trace, requests, seed, block_tokens)
     if save_trace is not None:
         write_trace(save_trace, found)

@@ -169,7 +169,7 @@ class _Replay:
         self._trace, self._case, self._settings = trace, case, settings
         self._block_bytes = settings.block_bytes(trace)
         self._keys = _keys(trace, settings)
-        self._policy = _own_policy(settings) if case.policy is None else case.policy
+        self._policy = own_policy(settings) if case.policy is None else case.policy
         if self._policy == AGES:
             if not settings.tiers:
                 raise ConfigError(f"The policy {AGES!r} is that of the disk tier. Give --tier, or another policy.")
@@ -367,7 +367,7 @@ class _Replay:
         return capacity_bytes // self._block_bytes
 
 
-def _own_policy(settings: ReplaySettings) -> str:
+def own_policy(settings: ReplaySettings) -> str:
     """Return the policy of the last tier, or of a lone primary tier."""
     return _policy_of(settings.tiers[-1]) if settings.tiers else DEFAULT_POLICY
 

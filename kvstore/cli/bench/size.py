@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.bench.simulation import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.bench.simulation import OPTIMUM, ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.bench.traces import BLOCK_TOKENS, read_trace
 from kvstore.cli.command_line import JsonFlag, Option, parsed_json, size_option, text_of
 from kvstore.cli.terminal import Column, latency_text, print_json_text, print_line, print_table, rounded_size
@@ -234,6 +234,13 @@ _TIER_COLUMNS: Final = (
     Column("of_prefill", "of computing it"),
 )
 
+_RATE_COLUMNS: Final = (
+    Column("capacity_bytes", "capacity", style="bold"),
+    Column("hit_rate", "hits"),
+    Column("lru", "by LRU"),
+    Column("optimum", "at most"),
+)
+
 _Model = Annotated[
     str,
     Option(
@@ -255,7 +262,8 @@ _Rates = Annotated[
 ]
 _Prefill = Annotated[float, Option("--prefill", metavar="TOKENS/S", help="Prefill rate of the engine.")]
 _TraceFile = Annotated[
-    Path | None, Option("--trace", metavar="FILE", help="A trace of requests: the capacity for --hit-rate.")
+    Path | None,
+    Option("--trace", metavar="FILE", help="A trace of requests: hit rates by capacity."),
 ]
 _HitRate = Annotated[float, Option("--hit-rate", metavar="SHARE", help="Target hit rate, 0 to 1.")]
 
@@ -304,8 +312,12 @@ def size_command(
         {"tier": name, "bytes_per_s": rate, "load_s": pages.token_bytes * prompt / rate, "prefill_s": prompt / prefill}
         for name, rate in _parsed(rates)
     ]
+    rates_found: list[dict[str, Any]] = []
     if trace is not None:
-        found |= _for_hit_rate(trace, hit_rate, pages)
+        rates_found = found["hit_rates"] = _hit_rates(trace, pages)
+        # The largest capacity if none reaches it.
+        reached = next((row for row in rates_found if row["hit_rate"] >= hit_rate), rates_found[-1])
+        found |= {"hit_capacity_bytes": reached["capacity_bytes"], "hit_rate": reached["hit_rate"]}
     rows: list[dict[str, Any]] = [
         {"kind": e.kind, "count": e.count, "token": e.token_bytes, "state": e.state_bytes} for e in layers
     ]
@@ -323,6 +335,10 @@ def size_command(
     for tier in tiers:
         tier["of_prefill"] = f"{tier['load_s'] / tier['prefill_s']:.1%}"
         tier |= {"rate": f"{rounded_size(tier['bytes_per_s'])}/s", "load": latency_text(tier["load_s"])}
+    if rates_found:
+        shown = [{name: f"{share:.1%}" for name, share in row.items()} for row in rates_found]
+        sizes = [{"capacity_bytes": rounded_size(row["capacity_bytes"])} for row in rates_found]
+        print_table([rates | size for rates, size in zip(shown, sizes, strict=True)], _RATE_COLUMNS)
     if tiers:
         print_table(tiers, _TIER_COLUMNS)
     print_line("to serve it with a tier on a disk, at /mnt/kv for example:")
@@ -372,13 +388,16 @@ def _parsed(rates: str | None) -> list[tuple[str, int]]:
     return found
 
 
-def _for_hit_rate(path: Path, hit_rate: float, pages: Pages) -> dict[str, Any]:
-    """Return the smallest capacity of ``replay --capacity auto`` that reaches a hit rate, or the largest."""
+def _hit_rates(path: Path, pages: Pages) -> list[dict[str, Any]]:
+    """Return the hit rates of the default, LRU and the optimum at the capacities of ``replay --capacity auto``."""
     trace = read_trace(path, block_tokens=BLOCK_TOKENS)
     settings = ReplaySettings(bytes_per_token=max(1, round(pages.token_bytes)))
-    row: dict[str, Any] = {}
-    for capacity_bytes in auto_capacities(trace, settings):
-        row = replay(trace, ReplayCase(capacity_bytes=capacity_bytes), settings)
-        if row["hit_rate"] >= hit_rate:
-            break
-    return {"hit_capacity_bytes": row["capacity_bytes"], "hit_rate": row["hit_rate"]}
+    policies = {"hit_rate": None, "lru": "lru", "optimum": OPTIMUM}
+    return [
+        {"capacity_bytes": capacity_bytes}
+        | {
+            name: replay(trace, ReplayCase(policy, capacity_bytes), settings)["hit_rate"]
+            for name, policy in policies.items()
+        }
+        for capacity_bytes in auto_capacities(trace, settings)
+    ]
