@@ -89,7 +89,7 @@ def test_a_refusal_leaves_small_pages() -> None:
     assert ended.stderr.count("in small pages") == 1
 
 
-def test_slow_huge_pages_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_huge_pages_end_early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """If huge pages take longer than a start may, the rest is allocated in small ones, with the reason in the log."""
     monkeypatch.setattr("kvstore.primary.pages._HUGE_SECONDS_MAX", -9.0)
     with Region.create(200, HUGE_BYTES, populate=True) as region:

@@ -312,12 +312,8 @@ def size_command(
         {"tier": name, "bytes_per_s": rate, "load_s": pages.token_bytes * prompt / rate, "prefill_s": prompt / prefill}
         for name, rate in _parsed(rates)
     ]
-    rates_found: list[dict[str, Any]] = []
     if trace is not None:
-        rates_found = found["hit_rates"] = _hit_rates(trace, pages)
-        # The largest capacity if none reaches it.
-        reached = next((row for row in rates_found if row["hit_rate"] >= hit_rate), rates_found[-1])
-        found |= {"hit_capacity_bytes": reached["capacity_bytes"], "hit_rate": reached["hit_rate"]}
+        found |= _for_hit_rate(trace, hit_rate, pages)
     rows: list[dict[str, Any]] = [
         {"kind": e.kind, "count": e.count, "token": e.token_bytes, "state": e.state_bytes} for e in layers
     ]
@@ -335,10 +331,6 @@ def size_command(
     for tier in tiers:
         tier["of_prefill"] = f"{tier['load_s'] / tier['prefill_s']:.1%}"
         tier |= {"rate": f"{rounded_size(tier['bytes_per_s'])}/s", "load": latency_text(tier["load_s"])}
-    if rates_found:
-        shown = [{name: f"{share:.1%}" for name, share in row.items()} for row in rates_found]
-        sizes = [{"capacity_bytes": rounded_size(row["capacity_bytes"])} for row in rates_found]
-        print_table([rates | size for rates, size in zip(shown, sizes, strict=True)], _RATE_COLUMNS)
     if tiers:
         print_table(tiers, _TIER_COLUMNS)
     print_line("to serve it with a tier on a disk, at /mnt/kv for example:")
@@ -368,7 +360,10 @@ def _print(found: dict[str, Any], prompt: int, hit_rate: float) -> None:
         )
     if "region" in found:
         print_line(found["region"])
-    if "hit_capacity_bytes" in found:
+    if "hit_rates" in found:
+        sizes = [{"capacity_bytes": rounded_size(row["capacity_bytes"])} for row in found["hit_rates"]]
+        shares = [{name: f"{share:.1%}" for name, share in row.items()} for row in found["hit_rates"]]
+        print_table([row | size for row, size in zip(shares, sizes, strict=True)], _RATE_COLUMNS)
         size_bytes, reached = found["hit_capacity_bytes"], found["hit_rate"]
         if reached >= hit_rate:
             print_line(f"{rounded_size(size_bytes)} for {reached:.0%} of the trace's blocks (target: {hit_rate:.0%})")
@@ -386,6 +381,13 @@ def _parsed(rates: str | None) -> list[tuple[str, int]]:
         if found[-1][1] < 1:
             raise ConfigError(f"--rates {part!r}: expected more than 0 bytes a second.")
     return found
+
+
+def _for_hit_rate(path: Path, hit_rate: float, pages: Pages) -> dict[str, Any]:
+    """Return the hit rates by capacity, and the smallest capacity that reaches ``hit_rate``, or the largest."""
+    rates = _hit_rates(path, pages)
+    reached = next((row for row in rates if row["hit_rate"] >= hit_rate), rates[-1])
+    return {"hit_rates": rates, "hit_capacity_bytes": reached["capacity_bytes"], "hit_rate": reached["hit_rate"]}
 
 
 def _hit_rates(path: Path, pages: Pages) -> list[dict[str, Any]]:
