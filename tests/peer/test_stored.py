@@ -169,6 +169,38 @@ def test_the_reader_of_a_disk_follows_its_epoch(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_a_disk_closes_before_the_begin_of_its_epoch_is_received(tmp_path: Path) -> None:
+    """An engine may end right after a reset: the answer of its I/O process, received at the end, raises nothing."""
+    engine = Engine(tmp_path, io="process")
+    names = set(tmp_path.iterdir())
+    engine.disk.begin_epoch()
+    engine.disk.flush()
+    eventually(lambda: set(tmp_path.iterdir()) > names and engine.disk.has_answers, 60, "another epoch")
+    engine.close()
+
+
+def test_the_reader_of_a_disk_follows_its_io_process_into_another_directory(tmp_path: Path) -> None:
+    """If another directory has the name of the disk's, peers get the blocks of the next I/O process, which opens it."""
+    root = tmp_path / "kv"
+    engine = Engine(root, io="process")
+    try:
+        root.rename(tmp_path / "before")
+        pid = engine.disk.io_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: engine.disk.get_finished() or engine.disk.io_pid not in (None, pid), 60, "another process")
+        engine.primary.clear()
+        engine.fill()
+        with rig_of(engine) as rig:
+            # Those in the earlier one have served so far.
+            for path in (tmp_path / "before").rglob("*.tab"):
+                path.unlink()
+            eventually(lambda: rig.load(KEYS).success, 60, "the blocks in the new directory")
+        assert list((root / ".kvstore").glob("engine.*"))
+    finally:
+        engine.close()
+
+
 def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
     """An engine with a closed disk tier still serves its memory."""
     engine.disk.close()
