@@ -414,6 +414,16 @@ def test_adaptive_policy_chooses_the_rule_with_more_hits() -> None:
     assert later["adaptive"] > 0.95 * later["lru"] > 1.05 * later["arc"]
 
 
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_cleared_policy_is_like_a_new_one(name: str) -> None:
+    """After clear, no use of the blocks before it counts, not even for the choice of the rule."""
+    cleared, new = make_policy(name, 1000), make_policy(name, 1000)
+    _hits(cleared, _scans(12))
+    cleared.clear()
+    assert _hits(cleared, _sessions(1500)) == _hits(new, _sessions(1500))
+    assert list(cleared) == list(new)
+
+
 def test_choice_of_the_rule_takes_bounded_memory() -> None:
     """At most 1,024 blocks are simulated for each rule, and as many evicted ones remembered, whatever the capacity."""
     choice = RuleChoice()

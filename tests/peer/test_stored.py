@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.base import Backend, RecordRead
-from kvstore.backends.memory import MemoryBackend
+from kvstore.backends.base import Backend, RecordGeometry, RecordRead
+from kvstore.backends.disk import DiskBackend
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.backends.peer.server import BATCH_MAX, StoredRecords
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.config import TierConfig
@@ -199,6 +200,38 @@ def test_the_reader_of_a_disk_follows_its_io_process_into_another_directory(tmp_
         assert list((root / ".kvstore").glob("engine.*"))
     finally:
         engine.close()
+
+
+class Stubborn(MemoryBackend):
+    """A reader that neither opens nor, if it is stuck, closes."""
+
+    is_stuck = False
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        raise BackendUnavailableError("no descriptor is left", backend="memory")
+
+    async def close(self) -> None:
+        if self.is_stuck:
+            await asyncio.sleep(3600)
+
+
+def test_a_disk_is_there_without_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader that can't be opened costs the disk nothing; one that does not close may still use the memory."""
+    reader = Stubborn(MemoryConfig())
+    monkeypatch.setattr(DiskBackend, "reader", lambda _: reader)
+    region = Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES)
+    primary = PrimaryTier(region.view(), SLOT_BYTES)
+    options = {"backend": "file", "path": str(tmp_path), "capacity": "64MiB", "io": "process"}
+    lender = Lender(primary)
+    tier = open_tier(options, primary=region.view(), slot_bytes=SLOT_BYTES, namespace=NAMESPACE, lender=lender)
+    assert tier.io_pid is not None and lender.backends == [reader]
+    reader.is_stuck = True
+    tier.close(5)
+    assert "did not close in time" in caplog.text
+    primary.close()
+    region.close()
 
 
 def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
