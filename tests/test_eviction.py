@@ -414,6 +414,26 @@ def test_adaptive_policy_chooses_the_rule_with_more_hits() -> None:
     assert later["adaptive"] > 0.95 * later["lru"] > 1.05 * later["arc"]
 
 
+def test_uses_of_unknown_blocks_choose_no_rule() -> None:
+    """Uses of blocks that are not there leave the adaptive policy's choice as it is."""
+    policy, other = make_policy("adaptive", 1000), make_policy("adaptive", 1000)
+    for used, unknown in zip(_sessions(4000), _scans(8), strict=True):
+        for each in (policy, other):
+            _hits(each, [used])
+        policy.touch(unknown)
+    assert list(policy) == list(other)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_cleared_policy_is_like_a_new_one(name: str) -> None:
+    """After clear, no use of the blocks before it counts, not even for the choice of the rule."""
+    cleared, new = make_policy(name, 1000), make_policy(name, 1000)
+    _hits(cleared, _scans(12))
+    cleared.clear()
+    assert _hits(cleared, _sessions(1500)) == _hits(new, _sessions(1500))
+    assert list(cleared) == list(new)
+
+
 def test_choice_of_the_rule_takes_bounded_memory() -> None:
     """At most 1,024 blocks are simulated for each rule, and as many evicted ones remembered, whatever the capacity."""
     choice = RuleChoice()

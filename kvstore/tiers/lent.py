@@ -38,7 +38,8 @@ class LentProcess(ProcessChannel):
 
     def receive(self) -> FromIO | None:
         message = super().receive()
-        if isinstance(message, EpochBegun) and message.number and self._reader is not None:
+        # After close(), messages that the I/O process had sent are still received.
+        if self._reader is not None and not self.closed and isinstance(message, EpochBegun) and message.number:
             self._reader.send([BeginEpoch(message.number, message.name)])
         return message
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.base import Backend, RecordRead
-from kvstore.backends.memory import MemoryBackend
+from kvstore.backends.base import Backend, RecordGeometry, RecordRead
+from kvstore.backends.disk import DiskBackend
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.backends.peer.server import BATCH_MAX, StoredRecords
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.config import TierConfig
@@ -167,6 +168,70 @@ def test_the_reader_of_a_disk_follows_its_epoch(tmp_path: Path) -> None:
             eventually(lambda: rig.load(KEYS).success, 60, "the blocks of the new epoch")
     finally:
         engine.close()
+
+
+def test_a_disk_closes_before_the_begin_of_its_epoch_is_received(tmp_path: Path) -> None:
+    """An engine may end right after a reset: the answer of its I/O process, received at the end, raises nothing."""
+    engine = Engine(tmp_path, io="process")
+    names = set(tmp_path.iterdir())
+    engine.disk.begin_epoch()
+    engine.disk.flush()
+    eventually(lambda: set(tmp_path.iterdir()) > names and engine.disk.has_answers, 60, "another epoch")
+    engine.close()
+
+
+def test_the_reader_of_a_disk_follows_its_io_process_into_another_directory(tmp_path: Path) -> None:
+    """If another directory has the name of the disk's, peers get the blocks of the next I/O process, which opens it."""
+    root = tmp_path / "kv"
+    engine = Engine(root, io="process")
+    try:
+        root.rename(tmp_path / "before")
+        pid = engine.disk.io_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: engine.disk.get_finished() or engine.disk.io_pid not in (None, pid), 60, "another process")
+        engine.primary.clear()
+        engine.fill()
+        with rig_of(engine) as rig:
+            # Those in the earlier one have served so far.
+            for path in (tmp_path / "before").rglob("*.tab"):
+                path.unlink()
+            eventually(lambda: rig.load(KEYS).success, 60, "the blocks in the new directory")
+        assert list((root / ".kvstore").glob("engine.*"))
+    finally:
+        engine.close()
+
+
+class Stubborn(MemoryBackend):
+    """A reader that neither opens nor, if it is stuck, closes."""
+
+    is_stuck = False
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        raise BackendUnavailableError("no descriptor is left", backend="memory")
+
+    async def close(self) -> None:
+        if self.is_stuck:
+            await asyncio.sleep(3600)
+
+
+def test_a_disk_is_there_without_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader that can't be opened costs the disk nothing; one that does not close may still use the memory."""
+    reader = Stubborn(MemoryConfig())
+    monkeypatch.setattr(DiskBackend, "reader", lambda _: reader)
+    region = Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES)
+    primary = PrimaryTier(region.view(), SLOT_BYTES)
+    options = {"backend": "file", "path": str(tmp_path), "capacity": "64MiB", "io": "process"}
+    lender = Lender(primary)
+    tier = open_tier(options, primary=region.view(), slot_bytes=SLOT_BYTES, namespace=NAMESPACE, lender=lender)
+    assert tier.io_pid is not None and lender.backends == [reader]
+    reader.is_stuck = True
+    tier.close(5)
+    assert "did not close in time" in caplog.text
+    primary.close()
+    region.close()
 
 
 def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:

@@ -130,9 +130,9 @@ class DiskBackend(Backend):
             return [index.place(key) != NOWHERE for key in keys]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Publish records, evicting others if necessary. Records without a slot are NO_SPACE."""
+        """Publish records, evicting others if necessary. Records without a slot are NO_SPACE; a reader sheds all."""
         with self._working() as blocks:
-            return await blocks.put(writes)
+            return await blocks.put(writes) if self.takes_stores else [Outcome.SHED] * len(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read records into their buffers, all in one batch."""

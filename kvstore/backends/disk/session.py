@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
@@ -282,10 +283,26 @@ class Session:
             self._on_removed(news.removed, RemovalCause.EVICTED)
 
     async def _notice_removal(self, root: Root) -> None:
-        status = await self.drives.of(root.position).call(partial(self.disk.fstat, root.namespace_fd))
-        if not status.st_nlink and root.position not in self._removed:
+        is_gone = await self.drives.of(root.position).call(partial(self._is_gone, root))
+        if is_gone and root.position not in self._removed:
             _log.warning("%r was removed while in use; its blocks are lost", root.path)
             self._removed.add(root.position)
+
+    def _is_gone(self, root: Root) -> bool:
+        """Return whether a root was deleted or, for a reader, left by all engines for another one; on a thread."""
+        if not self.disk.fstat(root.namespace_fd).st_nlink:
+            return True
+        if not self._reads_only:
+            return False
+        # Another directory has its name, which the next I/O process of the engine opens.
+        with contextlib.suppress(FileNotFoundError):
+            fd = self.disk.open_root(root.path)
+            try:
+                is_other = not os.path.samestat(self.disk.fstat(fd), self.disk.fstat(root.fd))
+            finally:
+                self.disk.close(fd)
+            return is_other and not root.members.others()
+        return False
 
     async def _release(self, timeout_s: float) -> None:
         self._stop()
