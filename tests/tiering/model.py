@@ -359,6 +359,9 @@ class Model:
         assert (stats.primary.pinned, stats.primary.writing, stats.primary.abandoned) == (0, 0, 0), stats
         assert all(flow.waiting == 0 for flow in stats.tiers), stats
         assert not self.jobs and len(self.reported) == len(set(self.reported))
+        self.manager.remove(KEYS)
+        cascades = self.parts.cascades
+        assert not cascades.making_room and not cascades.unsent and not cascades.step(), "blocks that left are known"
 
     def check(self) -> None:
         """Check the properties that hold after every step."""
