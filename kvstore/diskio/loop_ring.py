@@ -77,11 +77,14 @@ class _Batch:
 
 
 class LoopRing:
-    """An io_uring for the thread of one running event loop; created there. Raises OSError if unavailable."""
+    """An io_uring for the thread of one running event loop; created there. Raises OSError if unavailable.
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    ``workers_max``: as for :class:`Ring`.
+    """
+
+    def __init__(self, limits: Limits = LIMITS, *, workers_max: int = 0) -> None:
         self._limits = limits
-        self._ring = Ring(_ENTRIES)
+        self._ring = Ring(_ENTRIES, workers_max)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ring.event_fd, self._completed)
         self._numbers = itertools.count()

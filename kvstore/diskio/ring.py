@@ -34,10 +34,6 @@ _REGISTER_FILES: Final = 2
 _REGISTER_EVENTFD: Final = 4
 _REGISTER_IOWQ_MAX_WORKERS: Final = 19
 
-_WORKERS_MAX: Final = 1024
-"""Most kernel threads that run the operations of all rings of a thread. On a frozen filesystem each write keeps one.
-The kernel would take the limit from the first ring: its entries, or four for each processor if that is less."""
-
 SQE_ASYNC: Final = 1 << 4
 """Flag of a submission: a kernel thread runs the operation, so that submitting it never waits for the file."""
 
@@ -93,6 +89,9 @@ _held_read.restype = ctypes.c_ssize_t
 class Ring:
     """An io_uring for one thread at a time, with at most ``entries`` operations in flight.
 
+    ``workers_max``: most kernel threads that run the operations of all rings of the thread; 0 leaves it to the kernel,
+    which takes the entries of its first ring, or four for each processor if that is less.
+
     Attributes:
         event_fd: An eventfd that becomes readable when operations complete, until :meth:`completions` is called.
 
@@ -100,7 +99,7 @@ class Ring:
         OSError: The kernel has no io_uring, sysctl or seccomp forbids it, or its memory can't be locked.
     """
 
-    def __init__(self, entries: int) -> None:
+    def __init__(self, entries: int, workers_max: int = 0) -> None:
         self._maps: list[mmap.mmap] = []
         self._barrier = threading.Lock()
         self._fd = self.event_fd = -1
@@ -109,8 +108,9 @@ class Ring:
             self._map(params)
             self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             register(self._fd, _REGISTER_EVENTFD, [self.event_fd])
-            with contextlib.suppress(OSError):  # Linux 5.15.
-                register(self._fd, _REGISTER_IOWQ_MAX_WORKERS, [_WORKERS_MAX, 0])
+            if workers_max:
+                with contextlib.suppress(OSError):  # Linux 5.15.
+                    register(self._fd, _REGISTER_IOWQ_MAX_WORKERS, [workers_max, 0])
             # Makes operations in flight at a kill visible to other processes, see kvstore.runtime.lifetime.
             if (lifetime := held()) is not None:
                 register(self._fd, _REGISTER_FILES, [lifetime])

@@ -83,12 +83,12 @@ _Run: TypeAlias = list[Transfer]
 class TransferEngine:
     """Moves batches; created on and used from one event loop. Loads have precedence over stores.
 
-    If io_uring is not available, ``threads`` replace it, with one warning.
+    If io_uring is not available, ``threads`` replace it, with one warning. ``workers_max`` is for io_uring.
     """
 
-    def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16) -> None:
+    def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, workers_max: int = 0) -> None:
         self.disk = disk  # Makes plain system calls.
-        self._ring = _loop_ring(choice)
+        self._ring = _loop_ring(choice, workers_max)
         # The engine in use, ``"io_uring"`` or ``"threads"``.
         self.name = "threads" if self._ring is None else "io_uring"
         self._threads = Workers(threads if self._ring is None else _HELPERS, "kvstore-disk")
@@ -222,13 +222,13 @@ class TransferEngine:
         return ring.run(sqes, sizes, precedence=precedence, keep=(iovecs, runs))
 
 
-def _loop_ring(choice: EngineChoice) -> LoopRing | None:
+def _loop_ring(choice: EngineChoice, workers_max: int) -> LoopRing | None:
     """Return a ring for the running loop, or None if threads are used; warns if io_uring is unavailable."""
     if choice == "threads":
         return None
     if not (reason := probe()):
         try:
-            return LoopRing()
+            return LoopRing(workers_max=workers_max)
         except OSError as error:
             reason = str(error)
     _log.warning("io_uring can't be used here (%s); disk uses threads, which cost more CPU", reason)
