@@ -14,7 +14,7 @@ from kvstore.diskio.transfers import EngineChoice
 
 _WORKERS_MAX: Final = 1024
 """Most kernel threads of io_uring with several roots, because on a frozen one each write keeps a thread. A single root
-has the kernel's limit: more threads took 10 to 20 % of the rate of 2 MiB blocks on two processors."""
+has the kernel's limit: more threads took 7 to 18 % of the rate of 2 MiB blocks on two processors."""
 
 _Move: TypeAlias = Callable[[int, Sequence[Transfer]], Coroutine[Any, Any, None]]
 
