@@ -150,34 +150,39 @@ def fill(tier: dict[str, Any], blocks: int, known: dict[str, Any]) -> None:
 
 
 def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
-    """Return the seconds between the first and the last block that an idle engine reports."""
-    endpoint = f"ipc://{work}/stream"
-    process = start_child(work, model, tier, "serve", system="all events", endpoint=endpoint)
+    """Return the seconds between the first and the last block that an idle engine reports.
+
+    The report begins as soon as the stream does, so a subscriber could miss it. vLLM repeats its messages on request.
+    """
+    endpoint = f"ipc://{work}/repeats"
+    process = start_child(work, model, tier, "serve", system="all events", repeats=endpoint)
     context = zmq.Context()
-    socket = context.socket(zmq.SUB)
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket = context.socket(zmq.DEALER)
     socket.connect(endpoint)
-    socket.subscribe(b"")
+    held: set[int] = set()
+    times: list[float] = []
+    following = 0
+    deadline = time.monotonic() + 300
     try:
-        held: set[int] = set()
-        first = last = 0.0
-        deadline = time.monotonic() + 300
         while len(held) < blocks:
-            assert time.monotonic() < deadline and process.poll() is None, f"{len(held)} of {blocks} blocks reported"
-            if not socket.poll(1000):
-                continue
-            payload = socket.recv_multipart()[2]
-            last = time.perf_counter()
-            for event in msgspec.msgpack.decode(payload)[1]:
-                if event["medium"] == "STORAGE" and event["type"] == "BlockStored":
-                    assert len(event["token_ids"]) == BLOCK_TOKENS, "with its tokens"
-                    first = first or last
-                    held.update(event["block_hashes"])
+            time.sleep(0.5)
+            socket.send_multipart([b"", following.to_bytes(8, "big")])
+            while process.poll() is None and not socket.poll(1000):
+                assert time.monotonic() < deadline, "no answer"
+            assert process.poll() is None and time.monotonic() < deadline, f"{len(held)} of {blocks} blocks reported"
+            while (message := socket.recv_multipart())[-1]:
+                sent_at, events, *_ = msgspec.msgpack.decode(message[-1])
+                following = int.from_bytes(message[-2], "big") + 1
+                for event in events:
+                    if event["medium"] == "STORAGE" and event["type"] == "BlockStored":
+                        assert len(event["token_ids"]) == BLOCK_TOKENS, "with its tokens"
+                        times.append(sent_at)
+                        held.update(event["block_hashes"])
     finally:
         process.stdin.close()  # type: ignore[union-attr]
         process.wait(60)
         context.destroy(linger=0)
-    return last - first
+    return times[-1] - times[0]
 
 
 def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> subprocess.Popen[str]:
@@ -233,8 +238,12 @@ def run_child(options: dict[str, Any]) -> None:
     extra: dict[str, Any] = {}
     system = options.get("system", "without")
     if system != "without":
-        endpoint = options.get("endpoint", f"ipc://{tempfile.gettempdir()}/events")
-        extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+        extra["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"ipc://{tempfile.gettempdir()}/events",
+            replay_endpoint=options.get("repeats"),
+        )
     if system == "vllm events":
         from kvstore.vllm import manager as own_manager
 

@@ -35,6 +35,6 @@ def test_the_same_share_of_tokens_is_found(trace: Path, blocks: int) -> None:
     """LRU memory of some blocks saves both the same tokens, within a point; Dynamo also caches generated tokens."""
     engine = {"num_gpu_blocks": blocks, "block_size": BLOCK_TOKENS}
     theirs = run_mocker_trace_replay([str(trace)], extra_engine_args={"engine": engine}, trace_block_size=BLOCK_TOKENS)
-    (ours,) = replay(str(trace), "--capacity", f"{blocks * BLOCK_MIB}MiB")
+    (ours,) = replay(str(trace), "--policy", "lru", "--capacity", f"{blocks * BLOCK_MIB}MiB")
     share = theirs.summary["first_admission_prefix_cache_reused_ratio"]
     assert ours["hit_rate_tokens"] == pytest.approx(share, abs=0.01)
