@@ -272,6 +272,8 @@ def run_child(options: dict[str, Any]) -> None:
     )
     if options["task"] == "serve":
         sys.stdin.read()
+        # At the end of a program vLLM kills an engine after 5 s, and leaves its shared memory.
+        llm.llm_engine.engine_core.shutdown(timeout=50)
         return
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     manager = scheduler.connector.connector_scheduler.manager
