@@ -234,6 +234,17 @@ def test_a_disk_is_there_without_its_reader(
     region.close()
 
 
+def test_a_stopped_io_process_takes_no_time_from_the_reader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An I/O process that does not answer is killed at the end of its time, and the reader still closes."""
+    engine = Engine(tmp_path, io="process")
+    pid = engine.disk.io_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    engine.disk.close(1)
+    assert "did not close in time" not in caplog.text
+    engine.close()
+
+
 def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
     """An engine with a closed disk tier still serves its memory."""
     engine.disk.close()
