@@ -167,9 +167,11 @@ def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
         while len(held) < blocks:
             time.sleep(0.5)
             socket.send_multipart([b"", following.to_bytes(8, "big")])
-            while process.poll() is None and not socket.poll(1000):
-                assert time.monotonic() < deadline, "no answer"
-            assert process.poll() is None and time.monotonic() < deadline, f"{len(held)} of {blocks} blocks reported"
+            is_answered = False
+            while not is_answered:
+                is_alive = process.poll() is None and time.monotonic() < deadline
+                assert is_alive, f"{len(held)} of {blocks} blocks reported"
+                is_answered = bool(socket.poll(1000))
             while (message := socket.recv_multipart())[-1]:
                 sent_at, events, *_ = msgspec.msgpack.decode(message[-1])
                 following = int.from_bytes(message[-2], "big") + 1
