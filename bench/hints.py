@@ -43,7 +43,7 @@ def measure(requests: int) -> Iterator[Row]:
         for share in SHARES:
             size = round(plain.distinct_blocks * share) * settings.block_bytes(plain)
             best = replay(plain, ReplayCase(OPTIMUM, size), settings)["hit_blocks"]
-            for system in ("lru", "s3fifo", "arc", "hints"):
+            for system in ("lru", "arc", "hints"):
                 case = ReplayCase("lru" if system == "hints" else system, size)
                 found = replay(hinted if system == "hints" else plain, case, settings)
                 yield {

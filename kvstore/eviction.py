@@ -23,7 +23,7 @@ from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
 _Queue: TypeAlias = "OrderedDict[BlockKey, int]"
-"""Oldest first. Values: the number of uses for S3-FIFO, that of all uses up to the last one for ARC, otherwise 0."""
+"""Oldest first. Values: the number of all uses up to the last one for ARC, otherwise 0."""
 
 
 _SAMPLED_MIN: Final = 8
@@ -176,76 +176,6 @@ class LRU(_QueuePolicy):
             while (key := queue.oldest()) is not None:
                 del self._queue[key]
                 yield key
-
-
-class S3FIFO(_QueuePolicy):
-    """Three FIFO queues: blocks used only once leave early, and can't displace blocks that are used again.
-
-    A new block enters the small queue (a tenth of the capacity). At its end, a block used more than once moves to the
-    main queue; other blocks are evicted. The ghost queue remembers the keys evicted from the small queue (as many as
-    the main queue holds); a block that returns while remembered enters the main queue directly. The main queue gives a
-    used block one more round per use, at most three.
-
-    Source: Yang, Zhang, Qiu, Yue, Vinayak: "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1.
-    """
-
-    name = "s3fifo"
-    uses_max: ClassVar[int] = 3
-    """Uses counted per block: two bits, as in the paper."""
-    small_share: ClassVar[float] = 0.1
-    """Share of the small queue, as in the paper."""
-
-    def __init__(self, capacity_blocks_hint: int = 0) -> None:
-        self._small: _Queue = OrderedDict()
-        self._main: _Queue = OrderedDict()
-        self._ghost: _Queue = OrderedDict()
-        super().__init__(capacity_blocks_hint, [self._small, self._main], [self._ghost])
-
-    def insert(self, key: BlockKey) -> None:
-        if key in self:
-            self.touch(key)
-        elif self._ghost.pop(key, None) is not None:
-            self._main[key] = 0
-        else:
-            self._small[key] = 0
-
-    def touch(self, key: BlockKey) -> None:
-        queue = self._small if key in self._small else self._main
-        uses = queue.get(key, self.uses_max)
-        if uses < self.uses_max:
-            queue[key] = uses + 1
-
-    def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
-        small_target = max(1, int(self._capacity * self.small_share))
-        ghost_max = max(1, self._capacity - small_target)
-        with _Pass(self._small, pinned) as small, _Pass(self._main, pinned) as main:
-            while True:
-                # Keys are never empty, so "or" continues only without a victim.
-                if len(small) >= small_target:
-                    key = self._from_small(small, ghost_max) or self._from_main(main)
-                else:
-                    key = self._from_main(main) or self._from_small(small, ghost_max) or self._from_main(main)
-                if key is None:
-                    return
-                yield key
-
-    def _from_small(self, small: _Pass, ghost_max: int) -> BlockKey | None:
-        while (key := small.oldest()) is not None:
-            if self._small.pop(key) <= 1:
-                self._ghost[key] = 0
-                while len(self._ghost) > ghost_max:
-                    self._ghost.popitem(last=False)
-                return key
-            self._main[key] = 0
-        return None
-
-    def _from_main(self, main: _Pass) -> BlockKey | None:
-        while (key := main.oldest()) is not None:
-            uses = self._main.pop(key)
-            if uses == 0:
-                return key
-            self._main[key] = uses - 1
-        return None
 
 
 class ARC(_QueuePolicy):
@@ -488,7 +418,7 @@ class SharedPolicy(EvictionPolicy):
             yield chosen.pop()
 
 
-_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (Adaptive, ARC, LRU, S3FIFO)}
+_POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (Adaptive, ARC, LRU)}
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """Names accepted by :func:`make_policy`."""

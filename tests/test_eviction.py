@@ -18,7 +18,6 @@ from kvstore.eviction import (
     ARC,
     LRU,
     POLICY_NAMES,
-    S3FIFO,
     Adaptive,
     EvictionPolicy,
     RuleChoice,
@@ -70,84 +69,6 @@ class PlainLRU:
         chosen = [block for block in self.blocks if not pinned(block)][:count]
         self.blocks = [block for block in self.blocks if block not in chosen]
         return chosen
-
-
-class PlainS3FIFO:
-    """Three lists, oldest first, and a count of uses."""
-
-    def __init__(self, hint: int) -> None:
-        self.hint = hint
-        self.small: list[bytes] = []
-        self.main: list[bytes] = []
-        self.ghost: list[bytes] = []
-        self.uses: dict[bytes, int] = {}
-
-    def order(self) -> list[bytes]:
-        """Return all blocks, small queue first."""
-        return self.small + self.main
-
-    def insert(self, key: bytes) -> None:
-        """Append to the small queue, or to the main queue if in the ghost list."""
-        if key in self.small or key in self.main:
-            self.touch(key)
-            return
-        self.uses[key] = 0
-        if key in self.ghost:
-            self.ghost.remove(key)
-            self.main.append(key)
-        else:
-            self.small.append(key)
-
-    def touch(self, key: bytes) -> None:
-        """Count uses, up to three."""
-        if key in self.small or key in self.main:
-            self.uses[key] = min(3, self.uses[key] + 1)
-
-    def remove(self, key: bytes) -> None:
-        for queue in (self.small, self.main, self.ghost):
-            if key in queue:
-                queue.remove(key)
-
-    def victims(self, count: int, pinned: Pinned) -> list[bytes]:
-        """Evict one after the other."""
-        capacity = max(1, self.hint, len(self.small) + len(self.main))
-        target = max(1, capacity // 10)
-        chosen: list[bytes] = []
-        while len(chosen) < count:
-            first, second = (self._from_small, self._from_main)
-            if len(self.small) < target:
-                first, second = second, first
-            # A block that moves out of the small queue may be the only victim in the main queue.
-            victim = first(pinned) or second(pinned) or self._from_main(pinned)
-            if victim is None:
-                break
-            chosen.append(victim)
-            # Blocks evicted from the main queue do not enter the ghost list.
-            if victim in self.ghost:
-                self.ghost = self.ghost[-max(1, capacity - target) :]
-        return chosen
-
-    def _from_small(self, pinned: Pinned) -> bytes | None:
-        for key in list(self.small):
-            if pinned(key):
-                continue
-            self.small.remove(key)
-            if self.uses[key] <= 1:
-                self.ghost.append(key)
-                return key
-            self.uses[key] = 0
-            self.main.append(key)
-        return None
-
-    def _from_main(self, pinned: Pinned) -> bytes | None:
-        while free := [key for key in self.main if not pinned(key)]:
-            key = free[0]
-            self.main.remove(key)
-            if self.uses[key] == 0:
-                return key
-            self.uses[key] -= 1
-            self.main.append(key)
-        return None
 
 
 class PlainARC:
@@ -223,7 +144,7 @@ class PlainARC:
             self.b2.pop(0)
 
 
-MODELS = [(LRU, PlainLRU), (S3FIFO, PlainS3FIFO), (ARC, PlainARC), (Adaptive, PlainLRU)]
+MODELS = [(LRU, PlainLRU), (ARC, PlainARC), (Adaptive, PlainLRU)]
 """Below 64 blocks, the adaptive policy is LRU."""
 
 
@@ -232,7 +153,7 @@ MODELS = [(LRU, PlainLRU), (S3FIFO, PlainS3FIFO), (ARC, PlainARC), (Adaptive, Pl
 @settings(max_examples=300, deadline=None)
 def test_policy_equals_its_plain_model(
     policy_type: type[EvictionPolicy],
-    model_type: type[PlainLRU | PlainS3FIFO | PlainARC],
+    model_type: type[PlainLRU | PlainARC],
     hint: int,
     operations: list[tuple[object, ...]],
 ) -> None:
@@ -359,8 +280,7 @@ def test_memory_is_bounded(name: str, rng: random.Random) -> None:
     assert list(policy) == [] and sum(map(len, queues)) == 0
 
 
-@pytest.mark.parametrize("name", ["s3fifo", "arc"])
-def test_scan_does_not_evict_blocks_in_use(name: str, rng: random.Random) -> None:
+def test_scan_does_not_evict_blocks_in_use() -> None:
     """Blocks in use survive a scan of blocks that are used once; LRU loses them."""
 
     def survivors(policy: EvictionPolicy) -> int:
@@ -374,7 +294,7 @@ def test_scan_does_not_evict_blocks_in_use(name: str, rng: random.Random) -> Non
             policy.insert(b"scan" + number.to_bytes(4, "big"))
         return sum(one in policy for one in hot)
 
-    assert survivors(make_policy(name, 100)) == 50
+    assert survivors(make_policy("arc", 100)) == 50
     assert survivors(make_policy("lru", 100)) == 0
 
 
@@ -443,23 +363,11 @@ def test_choice_of_the_rule_takes_bounded_memory() -> None:
         assert len(pickle.dumps(choice)) < 3 * 1024 * 60
 
 
-def test_a_small_queue_below_its_share_is_left_alone() -> None:
-    """S3-FIFO then evicts from the main queue."""
-    policy = make_policy("s3fifo", 20)
-    for key in (b"used", b"first", b"second"):
-        policy.insert(key)
-    policy.touch(b"used")
-    policy.touch(b"used")
-    assert policy.victims(1) == [b"first"]
-    assert policy.victims(1) == [b"used"]
-
-
 def test_names() -> None:
     """Policies are found by name in any spelling; the error for an unknown name lists the known and the nearest."""
-    assert isinstance(make_policy("S3-FIFO"), S3FIFO)
+    assert isinstance(make_policy("A-R-C", 5), ARC)
     assert isinstance(make_policy("LRU"), LRU)
-    assert isinstance(make_policy("arc", 5), ARC)
-    known = r"Known: adaptive, arc, lru, s3fifo\."
+    known = r"Known: adaptive, arc, lru\."
     with pytest.raises(ConfigError, match=rf"Unknown eviction policy 'lur'\. {known} .* 'lru'\?"):
         make_policy("lur")
 

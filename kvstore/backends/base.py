@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _SCAN_BATCH = 1024
 """Keys per batch of a scan; the scheduler processes one batch per step, in some tenths of a millisecond."""
 
-_FOUND = (Found.ABSENT, Found.THERE)
-
 ArrivalListener = Callable[[Sequence[BlockKey]], None]
 """Called on the loop thread with blocks that other engines put on the medium."""
 
@@ -179,29 +177,6 @@ class Backend(ABC):
         """Set the listener for blocks put by other engines, for backends that track other engines."""
         self._arrival_listener = listener
 
-    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return for each block on the medium whether this engine alone reports it to consumers of events.
-
-        A block that several engines see is therefore reported once. The default: all blocks of an exclusive medium, and
-        none of a shared one, where the engine that puts a block reports it. Must not block or fail.
-        """
-        return [self.exclusive] * len(keys)
-
-    def set_lender(self, lender: Lender) -> bool:
-        """Set the source of blocks to serve to other engines, before ``open``.
-
-        Returns:
-            Whether this backend serves any, and must therefore run in the engine's process. The default serves none.
-        """
-        return False
-
-    def reader(self) -> Backend | None:
-        """Return a backend, not open yet, that only reads the same medium, from another process at the same time.
-
-        Its raw records are then sent to peers. The default: None, because the medium has no such reader.
-        """
-        return None
-
     def check(self) -> None:  # noqa: B027 - many have nothing to check.
         """Refuse a configuration that ``open`` would refuse on this machine; called before an engine loads weights.
 
@@ -233,22 +208,6 @@ class Backend(ABC):
         Raises:
             BackendError: The medium as a whole did not answer (this never counts as absence).
         """
-
-    async def exists_at(
-        self, keys: Sequence[BlockKey], sources: Sequence[Source]
-    ) -> tuple[Sequence[Found], Sequence[Found]]:
-        """Do the same as :meth:`exists` for requests that name another engine as holder or producer of the blocks.
-
-        Args:
-            keys: As for :meth:`exists`.
-            sources: Hand-overs of this engine. The default ignores them.
-
-        Returns:
-            The answer for each key; and for each source COMING if the engine does not know the blocks of its hand-over
-            yet, UNKNOWN if the engine did not answer, else ABSENT.
-        """
-        found = [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)]
-        return found, [Found.ABSENT] * len(sources)
 
     @abstractmethod
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
@@ -304,31 +263,73 @@ class Backend(ABC):
     def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - not every medium evicts.
         """Record a use of blocks, for eviction. The default does nothing. Must not block or fail."""
 
-    def note_verified(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most note a use when they read.
-        """Note blocks that were read and verified, for backends that do not count failed reads as uses.
+    def note_read(self, intact: Sequence[BlockKey], damaged: Sequence[BlockKey]) -> None:  # noqa: B027 - as for touch.
+        """Note blocks that were read, by the result of their verification, before damaged ones are quarantined.
 
-        The default does nothing. Must not block or fail.
+        For backends that count only good reads as uses, or trust where blocks came from. The default does nothing. Must
+        not block or fail.
         """
-
-    def note_damaged(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most media have one place for a block.
-        """Note blocks that were read and failed verification, before their quarantine.
-
-        The default does nothing. Must not block or fail.
-        """
-
-    def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:  # noqa: B027 - few keep blocks for the next engine.
-        """Store a few bytes for each of our blocks, for the engine that finds the block at its start; may be lost.
-
-        The default keeps nothing. Must not block or fail.
-        """
-
-    async def notes(self) -> Mapping[BlockKey, bytes]:
-        """Return the notes of blocks found at the start. The default: none. Must not fail."""
-        return {}
 
     def stats(self) -> BackendStats:
         """Return a snapshot; cheap."""
         return BackendStats()
+
+
+class SharedMedium(Backend):
+    """A medium whose blocks other engines find at the same time, and the next engine after a restart."""
+
+    @abstractmethod
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return for each block whether this engine alone reports it to consumers of events. Must not block or fail.
+
+        A block that several engines see is therefore reported once. Without this class, an engine reports all blocks of
+        an exclusive medium, and those that it puts on another one.
+        """
+
+    @abstractmethod
+    def reader(self) -> Backend:
+        """Return a backend, not open yet, that only reads the same medium, from another process at the same time.
+
+        Its raw records are then sent to peers.
+        """
+
+    @abstractmethod
+    def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
+        """Store a few bytes for each of our blocks, for the engine that finds the block at its start; may be lost.
+
+        Must not block or fail.
+        """
+
+    @abstractmethod
+    async def notes(self) -> Mapping[BlockKey, bytes]:
+        """Return the notes of blocks found at the start. Must not fail."""
+
+
+class PeerMedium(Backend):
+    """The memory of other engines, to which this engine lends its own blocks."""
+
+    @abstractmethod
+    def set_lender(self, lender: Lender) -> bool:
+        """Set the source of blocks to serve to other engines, before ``open``.
+
+        Returns:
+            Whether this backend serves any, and must therefore run in the engine's process.
+        """
+
+    @abstractmethod
+    async def exists_at(
+        self, keys: Sequence[BlockKey], sources: Sequence[Source]
+    ) -> tuple[Sequence[Found], Sequence[Found]]:
+        """Do the same as ``exists`` for requests that name another engine as holder or producer of the blocks.
+
+        Args:
+            keys: As for ``exists``.
+            sources: Hand-overs of this engine.
+
+        Returns:
+            The answer for each key; and for each source COMING if the engine does not know the blocks of its hand-over
+            yet, UNKNOWN if the engine did not answer, else ABSENT.
+        """
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -21,7 +21,7 @@ class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=
 
     capacity: ByteSize = ByteSize(1 << 30)  # Enough to be useful, too little to hurt any host that runs an engine.
     """Bytes of all records together; at the limit, blocks are evicted."""
-    eviction: str = "lru"  # Eviction policy: ``"lru"``, ``"arc"``, ``"adaptive"`` or ``"s3fifo"``.
+    eviction: str = "lru"  # Eviction policy: ``"lru"``, ``"arc"`` or ``"adaptive"``.
     shelf: str = ""
     """Name under which records survive ``close``, for the next backend of this process with the same name; one backend
     at a time. Without a name, records are lost at ``close``."""

@@ -55,7 +55,7 @@ class Loans:
 
 
 _SENT_MAX: Final = 1 << 16
-"""Maximum sent blocks not yet processed by the scheduler; the holds of further ones end by expiry."""
+"""Maximum sent blocks not yet processed by the scheduler; the priorities of further ones end by expiry."""
 
 
 class HandOvers:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import sys
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from kvstore.types import BlockKey
 Rank: TypeAlias = "tuple[int, int]"
 """Importance of a retained block, above (0, 0). Blocks of the lowest rank are evicted first."""
 
-_NO_RANK: Rank = (0, 0)
+_NEXT: Rank = (-1, 0)
+"""Rank of shelved blocks that are evicted next."""
 
 
 @dataclass(slots=True)
 class Marks:
     """Marks that protect blocks from eviction."""
 
-    held: set[BlockKey] = field(default_factory=set)  # Blocks kept on request.
     dirty: set[BlockKey] = field(default_factory=set)  # Blocks that must be written to a tier before eviction.
     ranks: dict[BlockKey, Rank] = field(default_factory=dict)  # Ranks of the retained blocks.
     retained_max: int = sys.maxsize
@@ -33,11 +33,11 @@ class Marks:
 class EvictionOrder:
     """An eviction policy, and the blocks that are exempt from it for now.
 
-    A block is *spared* while it is pinned, held or dirty. Each block is in exactly one of four places: in the
-    policy; *parked* (chosen by the policy while spared); *shelved* (chosen while it had a rank); or *first in line*
-    (chosen or demoted before, and not used since). Blocks first in line are evicted first, then shelved blocks
-    above ``retained_max``, then the policy's victims, then the other shelved blocks by rank. Eviction examines a
-    spared block once instead of at each allocation, so it stays O(1) per block.
+    A block is *exempt* while it is pinned or dirty. Each block is in exactly one of three places: in the
+    policy; *parked* (chosen by the policy while exempt); or *shelved* by its rank (chosen while it had one; blocks
+    without a rank that were chosen or demoted before, and not used since, are evicted next). Those next are evicted
+    first, then shelved blocks above ``retained_max``, then the policy's victims, then the other shelved blocks by
+    rank. Eviction examines an exempt block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
         capacity: Maximum number of blocks.
@@ -58,23 +58,20 @@ class EvictionOrder:
         self._slot_of = slot_of
         self._pins = pins
         self._parked: set[BlockKey] = set()
-        self._first_out: OrderedDict[BlockKey, None] = OrderedDict()
         self._shelves: dict[Rank, OrderedDict[BlockKey, None]] = {}
         """Shelved blocks by rank; no shelf is empty."""
+        self._ascending: list[Rank] = []
+        """The ranks of all shelves, ascending."""
         self._shelved = 0
         """Number of shelved blocks."""
-        self._lowest: list[Rank] = []
-        """Heap of the ranks of all shelves; may include ranks of removed shelves."""
         self._wanted: list[BlockKey] = []
         self.marks = marks or Marks()  # Marks of blocks.
-        self._held, self._dirty, self._ranks = self.marks.held, self.marks.dirty, self.marks.ranks
-        self.holds = 0
-        """Number of held blocks of this order."""
+        self._dirty, self._ranks = self.marks.dirty, self.marks.ranks
         self.enter = self._policy.insert
         """Add a block."""
 
     def __len__(self) -> int:
-        return len(self._policy) + len(self._parked) + len(self._first_out) + self._shelved
+        return len(self._policy) + len(self._parked) + self._shelved
 
     def of(self, key: BlockKey) -> EvictionOrder:
         """Return the order of a block, as :meth:`SharedOrder.of`."""
@@ -93,7 +90,7 @@ class EvictionOrder:
         self._reorder(keys, self._policy.settle)
 
     def _reorder(self, keys: Iterable[BlockKey], touch: Callable[[BlockKey], None]) -> None:
-        if not self._has_set_aside:
+        if not self._parked and not self._shelves:
             for key in keys:
                 touch(key)
             return
@@ -103,60 +100,44 @@ class EvictionOrder:
             else:
                 touch(key)
 
-    def spare(self, keys: Iterable[BlockKey]) -> None:
-        """Note that blocks are now spared."""
-        for key in keys if self._has_set_aside else ():
-            if key not in self._parked and self._take_back(key):
+    def exempt(self, keys: Iterable[BlockKey]) -> None:
+        """Note that blocks are now exempt."""
+        for key in keys if self._shelves else ():
+            if self._unshelve(key):
                 self._park(key)
 
-    def let_go(self, keys: Iterable[BlockKey]) -> None:
-        """Note that a reason to spare blocks ended. Parked blocks without another reason can be chosen again."""
+    def end_exemption(self, keys: Iterable[BlockKey]) -> None:
+        """Note that a reason for an exemption ended. Parked blocks without another reason can be chosen again."""
         for key in keys if self._parked else ():
-            if key in self._parked and not self._is_spared(key):
+            if key in self._parked and not self._is_exempt(key):
                 self._parked.discard(key)
-                self._set_aside(key)
-
-    def hold(self, key: BlockKey) -> None:
-        """Keep a block until :meth:`release`."""
-        if key not in self._held:
-            self._held.add(key)
-            self.holds += 1
-            self.spare((key,))
-
-    def release(self, key: BlockKey) -> None:
-        """End :meth:`hold`."""
-        if key in self._held:
-            self._held.discard(key)
-            self.holds -= 1
-            self.let_go((key,))
+                self._shelve(key)
 
     def retain(self, key: BlockKey, rank: Rank) -> None:
         """Give a block a rank: blocks of lower rank or without rank are chosen before it."""
         if self._ranks.get(key) == rank:
             return
-        is_aside = key not in self._parked and self._take_back(key)
+        was_shelved = self._unshelve(key)
         self._ranks[key] = rank
-        if is_aside:
-            self._set_aside(key)
+        if was_shelved:
+            self._shelve(key)
 
     def end_retention(self, key: BlockKey) -> None:
-        """Remove a block's rank. A shelved block becomes first in line."""
-        if self._unshelve(key):
-            self._first_out[key] = None
-        self._ranks.pop(key, None)
+        """Remove a block's rank. A shelved block is evicted next."""
+        if key in self._ranks:
+            was_shelved = self._unshelve(key)
+            del self._ranks[key]
+            if was_shelved:
+                self._shelve(key)
 
     def demote(self, key: BlockKey) -> None:
-        """Make a block first in line, or park it if it is spared, and remove its rank."""
+        """Remove a block's rank and make the block the next to be evicted, or park it if it is exempt."""
         self.end_retention(key)
         if self._policy.remove(key):
-            if self._is_spared(key):
-                self._park(key)
-            else:
-                self._first_out[key] = None
+            self._set_aside(key)
 
     def leave(self, key: BlockKey) -> None:
         """Remove a block from the order without eviction."""
-        self.release(key)
         self._dirty.discard(key)
         if not self._take_back(key):
             self._policy.remove(key)
@@ -168,17 +149,14 @@ class EvictionOrder:
         Pass each chosen block to :meth:`evicted` or :meth:`put_back`. Only orders with shares use ``wanted``, the
         blocks that need the room.
         """
-        chosen: list[BlockKey] = []
-        while self._first_out and len(chosen) < need:
-            chosen.append(self._first_out.popitem(last=False)[0])
-        chosen += self._take_lowest(min(need - len(chosen), self._shelved - self.marks.retained_max))
+        chosen = self._take_lowest(min(need, max(self._next, self._shelved - self.marks.retained_max)))
         chosen += self._victims(need - len(chosen), self._dirty)
         return chosen + self._take_lowest(need - len(chosen))
 
     def put_back(self, chosen: Iterable[BlockKey]) -> None:
         """Undo :meth:`choose`."""
         for key in chosen:
-            self._set_aside(key)
+            self._shelve(key)
 
     def evicted(self, chosen: Iterable[BlockKey]) -> None:
         """Confirm the eviction of chosen blocks."""
@@ -186,15 +164,12 @@ class EvictionOrder:
             self._ranks.pop(key, None)
 
     def look_ahead(self, count: int) -> None:
-        """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
+        """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others are evicted next.
 
-        ``count``: blocks that should be first in line or newly wanted; blocks already wanted are not counted.
+        ``count``: blocks that should be next or newly wanted; blocks already wanted are not counted.
         """
-        for key in self._victims(count - len(self._first_out), ()):
-            if key in self._dirty:
-                self._park(key)
-            else:
-                self._first_out[key] = None
+        for key in self._victims(count - self._next, ()):
+            self._set_aside(key)
 
     def take_wanted(self) -> list[BlockKey]:
         """Return the dirty blocks that the policy chose since the last call."""
@@ -204,50 +179,42 @@ class EvictionOrder:
     def clear(self) -> None:
         """Remove all blocks."""
         self._policy.clear()
-        for group in (self._parked, self._first_out, self._shelves, self._lowest, self._wanted):
+        for group in (self._parked, self._shelves, self._ascending, self._wanted):
             group.clear()
         self._shelved = 0
-        for marks in (self._held, self._dirty, self._ranks):
-            marks.clear()
-        self.holds = 0
+        self._dirty.clear()
+        self._ranks.clear()
 
     @property
-    def _has_set_aside(self) -> bool:
-        """Whether any block is parked, first in line or shelved."""
-        return bool(self._parked or self._first_out or self._shelves)
+    def _next(self) -> int:
+        """Number of blocks that are evicted next."""
+        return len(self._shelves.get(_NEXT, ()))
 
-    def _is_spared(self, key: BlockKey) -> bool:
-        return key in self._held or key in self._dirty or self._pins[self._slot_of[key]] > 0
+    def _is_exempt(self, key: BlockKey) -> bool:
+        return key in self._dirty or self._pins[self._slot_of[key]] > 0
+
+    def _set_aside(self, key: BlockKey) -> None:
+        """Park or shelve a block that is no longer in the policy."""
+        if self._is_exempt(key):
+            self._park(key)
+        else:
+            self._shelve(key)
 
     def _park(self, key: BlockKey) -> None:
         self._parked.add(key)
         if key in self._dirty:
             self._wanted.append(key)
 
-    def _set_aside(self, key: BlockKey) -> None:
-        """Shelve a chosen block, or put it first in line if it has no rank."""
-        rank = self._ranks.get(key)
-        if rank is None:
-            self._first_out[key] = None
-            return
+    def _shelve(self, key: BlockKey) -> None:
+        rank = self._ranks.get(key, _NEXT)
         if rank not in self._shelves:
             self._shelves[rank] = OrderedDict()
-            heapq.heappush(self._lowest, rank)
+            insort(self._ascending, rank)
         self._shelves[rank][key] = None
         self._shelved += 1
 
-    def _take_back(self, key: BlockKey) -> bool:
-        """Remove a block that was set aside; return false if it is in the policy."""
-        if key in self._parked:
-            self._parked.discard(key)
-            return True
-        if key in self._first_out:
-            del self._first_out[key]
-            return True
-        return self._unshelve(key)
-
     def _unshelve(self, key: BlockKey) -> bool:
-        rank = self._ranks.get(key, _NO_RANK)
+        rank = self._ranks.get(key, _NEXT)
         shelf = self._shelves.get(rank)
         if shelf is None or key not in shelf:
             return False
@@ -255,25 +222,31 @@ class EvictionOrder:
         self._shelved -= 1
         if not shelf:
             del self._shelves[rank]
+            del self._ascending[bisect_left(self._ascending, rank)]
         return True
+
+    def _take_back(self, key: BlockKey) -> bool:
+        """Remove a parked or shelved block; return false if it is in the policy."""
+        if key in self._parked:
+            self._parked.discard(key)
+            return True
+        return self._unshelve(key)
 
     def _take_lowest(self, need: int) -> list[BlockKey]:
         """Take up to ``need`` shelved blocks of the lowest ranks."""
         taken: list[BlockKey] = []
         while self._shelves and len(taken) < need:
-            while self._lowest[0] not in self._shelves:
-                heapq.heappop(self._lowest)
-            taken.append(next(iter(self._shelves[self._lowest[0]])))
+            taken.append(next(iter(self._shelves[self._ascending[0]])))
             self._unshelve(taken[-1])
         return taken
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
         """Return victims of the policy, and set aside the blocks that it skipped."""
-        slot_of, pins, held, ranks = self._slot_of, self._pins, self._held, self._ranks
+        slot_of, pins, ranks = self._slot_of, self._pins, self._ranks
         passed: list[BlockKey] = []
 
         def passes(key: BlockKey) -> bool:
-            if pins[slot_of[key]] > 0 or key in held or key in dirty or key in ranks:
+            if pins[slot_of[key]] > 0 or key in dirty or key in ranks:
                 passed.append(key)
                 return True
             return False
@@ -281,10 +254,7 @@ class EvictionOrder:
         chosen = self._policy.victims(need, pinned=passes)
         for key in passed:
             self._policy.remove(key)
-            if self._is_spared(key):
-                self._park(key)
-            else:
-                self._set_aside(key)
+            self._set_aside(key)
         return chosen
 
 

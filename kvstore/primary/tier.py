@@ -44,7 +44,6 @@ class PrimaryStats:
         writing: Slots that are being filled.
         ready: Slots with complete blocks.
         pinned: Ready slots with at least one pin.
-        held: Ready slots that are held on request (``hold``).
         dirty: Ready slots that must be written to a tier before eviction.
         retained: Ready slots whose blocks have a rank (``retain``).
         abandoned: Slots that abandoned I/O may still access.
@@ -56,7 +55,6 @@ class PrimaryStats:
     writing: int
     ready: int
     pinned: int
-    held: int
     dirty: int
     retained: int
     abandoned: int
@@ -67,7 +65,7 @@ class PrimaryTier:
     """Keys, states and pins of the slots of one memory. Moves no bytes and does no I/O.
 
     A block enters by :meth:`allocate` (WRITING), can be read after :meth:`commit` (READY), and leaves by eviction or
-    :meth:`remove`. Guarantees: a pinned, promised, held or dirty block is never evicted; a slot has at most one key,
+    :meth:`remove`. Guarantees: a pinned, promised or dirty block is never evicted; a slot has at most one key,
     and a key at most one slot; a WRITING block is never reported as READY. Every call is O(1) per block, amortised.
     Not thread-safe: one owner, one thread. Other threads may only read, through :mod:`kvstore.primary.lending`.
 
@@ -264,7 +262,7 @@ class PrimaryTier:
         if first:
             self._pinned_slots += len(first)
             for order, some in self._order.split(first):
-                order.spare(some)
+                order.exempt(some)
         return slots
 
     def unpin(self, keys: Iterable[BlockKey]) -> None:
@@ -283,7 +281,7 @@ class PrimaryTier:
         if last:
             self._pinned_slots -= len(last)
             for order, some in self._order.split(last):
-                order.let_go(some)
+                order.end_exemption(some)
 
     def pin_promised(self, *, touch: bool = False) -> None:
         """Pin the blocks promised since the last call. Eviction and removal call this first.
@@ -324,7 +322,7 @@ class PrimaryTier:
             order.settle(some)
 
     def remove(self, key: BlockKey) -> bool:
-        """Drop a READY block without pins, even if held or dirty; return whether it was dropped."""
+        """Drop a READY block without pins, even if dirty; return whether it was dropped."""
         self.pin_promised()
         slot = self._slot_of.get(key)
         if slot is None or self.pins[slot] != 0:
@@ -332,26 +330,6 @@ class PrimaryTier:
         self._order.of(key).leave(key)
         self._drop((key,))
         return True
-
-    def hold(self, key: BlockKey) -> None:
-        """Protect a READY block from eviction until :meth:`release`, independently of pins."""
-        self._order.of(key).hold(key)
-
-    def release(self, key: BlockKey) -> None:
-        """End :meth:`hold`."""
-        self._order.of(key).release(key)
-
-    def may_hold(self, key: BlockKey, held_max: int) -> int:
-        """Return how many more blocks the tenant of a block may hold.
-
-        Args:
-            key: The block.
-            held_max: Maximum held blocks in total. Each tenant may hold as many blocks as remain free: a single tenant
-                gets half, two get a third each, and there is always room for one more tenant. Without tenants, there is
-                no further limit.
-        """
-        free = max(0, held_max - len(self.marks.held))
-        return free if self._shares is None else max(0, (free - self._order.of(key).holds + 1) // 2)
 
     def retain(self, key: BlockKey, rank: Rank) -> None:
         """Give a READY block a rank: it is evicted after all blocks of lower rank or without rank."""
@@ -371,14 +349,14 @@ class PrimaryTier:
         marked = tuple(keys)
         self.marks.dirty.update(marked)
         for order, some in self._order.split(marked):
-            order.spare(some)
+            order.exempt(some)
 
     def mark_clean(self, keys: Iterable[BlockKey]) -> None:
         """Note that blocks may be evicted without loss."""
         marked = tuple(keys)
         self.marks.dirty.difference_update(marked)
         for order, some in self._order.split(marked):
-            order.let_go(some)
+            order.end_exemption(some)
 
     @property
     def marks(self) -> Marks:
@@ -428,7 +406,6 @@ class PrimaryTier:
             writing=len(self._slot_of) - len(self._order),
             ready=len(self._order),
             pinned=self._pinned_slots,
-            held=len(self.marks.held),
             dirty=len(self.marks.dirty),
             retained=len(self.marks.ranks),
             abandoned=len(self._abandoned),

@@ -133,7 +133,7 @@ class JobDone(_Message, frozen=True):
 class ExistsDone(_Message, frozen=True):
     """Answer to :class:`AskExistence`: one byte per key, a ``Found``; empty if ``error`` gives a reason.
 
-    ``sources`` has one byte per source of the question, as :meth:`Backend.exists_at` returns them.
+    ``sources`` has one byte per source of the question, as :meth:`PeerMedium.exists_at` returns them.
     """
 
     question_id: int

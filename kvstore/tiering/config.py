@@ -16,7 +16,7 @@ from kvstore.tenants import Tenants
 from kvstore.tiering.policy import OWN_PARAMETERS, PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
-_NO_OPTIONS: Final = frozenset({"events", "access_events", "wait_s_max", "load_s_max", "pin_lease_s"})
+_NO_OPTIONS: Final = frozenset({"events", "access_events", "wait_s_max", "load_s_max", "retain_s_max"})
 """Fields that the engine's connector sets, or that only programs with the manager as a library change."""
 
 
@@ -52,9 +52,9 @@ class TieringConfig:
             request. Half of the tier by default, so that waiting requests cannot displace the blocks of running ones.
         store_share: Maximum slots that unfinished stores of one tier may pin. A quarter by default, so that a slow tier
             cannot block stores to the others. Excess blocks wait unpinned, and are stored later if still present.
-        pin_share: Maximum slots of blocks held by ``pin`` and hand-overs, and of blocks that ``retain`` keeps longer
-            than others; 0 for none. A quarter each by default, so that half of the tier remains for other requests.
-        pin_lease_s: Time after its last use at which such a block may be evicted again. Ten minutes by default: the
+        retain_share: Maximum slots of blocks that ``retain`` and hand-overs keep longer than others; 0 for none. A
+            quarter by default, so that most of the tier remains for other requests.
+        retain_s_max: Time after its last use at which such a block may be evicted again. Ten minutes by default: the
             slots of a prompt unused for that long are worth more to other requests.
         backfill: Copies of blocks from a slower tier to the faster ones that lack them; false: never.
         gate: Whether blocks are loaded only if loading is estimated to be no slower than computing them. Has no effect
@@ -79,8 +79,8 @@ class TieringConfig:
     tokens_per_block: int = 1
     promotion_share: float = 0.5
     store_share: float = 0.25
-    pin_share: float = 0.25
-    pin_lease_s: float = 600.0
+    retain_share: float = 0.25
+    retain_s_max: float = 600.0
     backfill: Backfill | bool = True
     gate: bool = True
     hedge: bool = True
@@ -103,14 +103,14 @@ class TieringConfig:
             raise ConfigError(
                 f"trace_socket is {self.trace_socket!r}. Expected a path of at most {SOCKET_PATH_BYTES_MAX} bytes."
             )
-        if not 0.0 <= self.pin_share <= 1.0:
-            raise ConfigError(f"pin_share is {self.pin_share!r}. Expected a share from 0 to 1.")
+        if not 0.0 <= self.retain_share <= 1.0:
+            raise ConfigError(f"retain_share is {self.retain_share!r}. Expected a share from 0 to 1.")
         for name in ("promotion_share", "store_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected a share above 0 and at most 1.")
         if self.tokens_per_block < 1:
             raise ConfigError(f"tokens_per_block is {self.tokens_per_block!r}. Expected a whole number, 1 or more.")
-        for name in ("wait_s_max", "load_s_max", "pin_lease_s"):
+        for name in ("wait_s_max", "load_s_max", "retain_s_max"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected seconds, 0 or more.")
 

@@ -1,68 +1,64 @@
-"""How long blocks stay: pins, retention and expiry.
+"""How long blocks stay: retention and expiry.
 
-Pins hold blocks in the primary tier, each for a lease, within a share of the tier. Retained blocks have a temporary
-priority. Of blocks with equal priority, those with the latest end are evicted first: the end approximates the next use,
-and the best block to evict is the one used farthest in the future (Belady, 1966). Expired blocks leave every tier.
+Retained blocks have a temporary priority in the primary tier, within a share of it. Of blocks with equal priority,
+those with the latest end are evicted first: the end approximates the next use, and the best block to evict is the one
+used farthest in the future (Belady, 1966). Expired blocks leave every tier.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.bounded import BoundedDict
-from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.primary.tier import SlotState
 from kvstore.tenants import TAG_BYTES
 from kvstore.tiering.core import Core, Part
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.link import TierLink
+from kvstore.tiering.policy import PRIORITY_MAX
 from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, RemovalCause
 
+_HAND_OVER: Final = PRIORITY_MAX + 1
+"""Priority of blocks that another engine will fetch."""
 
-class Pins(Part):
-    """Protects blocks from eviction until their leases end. A use renews a lease.
 
-    The blocks of one call belong to one tenant. A block held only for other engines is released as soon as each of
-    them has fetched it.
+class Retention(Part):
+    """Gives blocks a priority until its deadline. Another request can replace or end it earlier.
 
-    Args:
-        blocks_max: Maximum blocks that may be held; see :meth:`PrimaryTier.may_hold` for the limit of a tenant.
-        lease_s_max: Longest lease, and the default.
+    Blocks that another engine will fetch have the highest priority, which no request changes, until that engine has
+    fetched them.
     """
 
-    def __init__(self, primary: PrimaryTier, blocks_max: int, lease_s_max: float, clock: Callable[[], float]) -> None:
-        self._primary = primary
-        self._blocks_max = blocks_max
-        self._lease_s_max = lease_s_max
-        self._clock = clock
+    def __init__(self, core: Core) -> None:
+        self._primary = core.primary
+        self._seconds_max = core.config.retain_s_max
+        self._clock = core.clock
         self._ends: Deadlines[BlockKey] = Deadlines()
-        self._lengths: dict[BlockKey, float] = {}
-        """Length of each lease, in seconds."""
         self._fetches: dict[BlockKey, int] = {}
-        """Outstanding fetches of each block held only for fetches."""
-        self.refused_blocks = 0  # Blocks not held because the share was used up.
+        """Outstanding fetches of each block that other engines will fetch."""
 
     def __repr__(self) -> str:
-        """Show how many leases there are, and how much memory their ends take."""
-        return f"Pins({len(self._lengths)} leases, {self._ends})"
+        """Show how many priorities there are, and how much memory their ends take."""
+        return f"Retention({self._ends}, {len(self._fetches)} to be fetched)"
 
-    def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
-        """Hold the READY blocks among ``keys``; None: for the longest lease."""
-        for key in self._hold(keys, lease_s):
-            self._fetches.pop(key, None)
+    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Give blocks that a request stores or uses the priorities of its policy."""
+        for part in state.policy.retain:
+            self._begin(state.after(part.after, keys), part.priority, part.seconds)
+        if state.hands_over:
+            self.hand_over(keys, state)
 
-    def hold_for_fetch(self, keys: Iterable[BlockKey], lease_s: float) -> None:
-        """Hold the READY blocks among ``keys`` until an engine has fetched them; each call adds one engine."""
-        keys = tuple(keys)
-        free = {key for key in keys if key not in self._primary.marks.held}
-        for key in self._hold(keys, lease_s):
-            if key in free:
-                self._fetches[key] = 1
-            elif key in self._fetches:
-                self._fetches[key] += 1
+    def hand_over(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Retain the READY blocks of a request for the engine that takes it over; each request adds one fetch."""
+        new = [key for key in keys if key not in state.handed and self._primary.lookup(key) is SlotState.READY]
+        self._begin(new, _HAND_OVER, state.ctx.hand_over_s)
+        for key in new:
+            self._fetches[key] = self._fetches.get(key, 0) + 1
+        state.handed.update(new)
 
     def fetched(self, keys: Iterable[BlockKey]) -> None:
         """Note that another engine has fetched blocks."""
@@ -71,106 +67,19 @@ class Pins(Part):
             if due > 1:
                 self._fetches[key] = due - 1
             elif due:
-                self.release((key,))
-
-    def _hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> list[BlockKey]:
-        self.release(self._ends.take_due(self._clock()))
-        keys = tuple(keys)
-        held: list[BlockKey] = []
-        room = self._primary.may_hold(keys[0], self._blocks_max) if keys else 0
-        length = self._lease_s_max if lease_s is None else min(lease_s, self._lease_s_max)
-        end = self._clock() + length
-        for key in keys:
-            if self._primary.lookup(key) is not SlotState.READY:
-                continue
-            if key not in self._primary.marks.held:
-                if not room:
-                    self.refused_blocks += 1
-                    continue
-                room -= 1
-                self._primary.hold(key)
-            self.active = True
-            held.append(key)
-            self._ends.set(key, max(end, self._ends.get(key, end)))
-            self._lengths[key] = max(length, self._lengths.get(key, length))
-        return held
-
-    def follow(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Hold blocks as the request's policy demands, or for the engine that takes over the request."""
-        if state.policy.pin:
-            self.hold(keys, state.policy.pin_s)
-        elif state.hands_over:
-            new = [key for key in keys if key not in state.handed and self._primary.lookup(key) is SlotState.READY]
-            state.handed.update(new)
-            self.hold_for_fetch(new, state.ctx.hand_over_s)
-
-    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Hold or release blocks that a request uses; renew the leases of held ones."""
-        if state.policy.unpin:
-            self.unpin(keys)
-        else:
-            self.follow(keys, state)
-        now = self._clock()
-        for key in keys if self._lengths else ():
-            length = self._lengths.get(key)
-            if length is not None:
-                self._ends.set(key, max(self._ends.get(key, now), now + length))
-
-    def unpin(self, keys: Iterable[BlockKey]) -> None:
-        """End leases, except of blocks held only for other engines."""
-        self.release([key for key in keys if key not in self._fetches])
-
-    def release(self, keys: Iterable[BlockKey]) -> None:
-        """End leases."""
-        for key in keys:
-            self._ends.remove(key)
-            self._lengths.pop(key, None)
-            self._fetches.pop(key, None)
-            self._primary.release(key)
-
-    def step(self) -> bool:
-        """Release the blocks whose leases have ended."""
-        self.release(self._ends.take_due(self._clock()))
-        return bool(self._lengths)
-
-    def left(self, keys: Sequence[BlockKey]) -> None:
-        """End the leases of blocks that left the primary tier."""
-        self.release(keys)
-
-    def reset(self) -> None:
-        """Drop all state, because the primary tier is cleared."""
-        self.active = False
-        self._ends.clear()
-        self._lengths.clear()
-        self._fetches.clear()
-
-
-class Retention(Part):
-    """Gives blocks a priority until its deadline. Another request can replace or end it earlier."""
-
-    def __init__(self, core: Core) -> None:
-        self._primary = core.primary
-        self._seconds_max = core.config.pin_lease_s
-        self._clock = core.clock
-        self._ends: Deadlines[BlockKey] = Deadlines()
-
-    def __repr__(self) -> str:
-        """Show how many priorities there are, and how much memory their ends take."""
-        return f"Retention({self._ends})"
-
-    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Give blocks that a request stores or uses the priorities of its policy."""
-        for part in state.policy.retain:
-            self._begin(state.after(part.after, keys), part.priority, part.seconds)
+                self.end((key,))
 
     def end_request(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Give the blocks of a request that has ended their priorities, or demote them."""
         self.use(keys, state)
         if state.policy.demote_tokens is not None:
-            self._primary.demote(state.after(state.policy.demote_tokens, keys))
+            ours = [key for key in state.after(state.policy.demote_tokens, keys) if key not in self._fetches]
+            self._primary.demote(ours)
 
     def _begin(self, keys: Iterable[BlockKey], priority: int, seconds: float | None) -> None:
         """Give the READY blocks a priority for a time; None: the longest time. Priority 0 ends the priority."""
+        if priority != _HAND_OVER and self._fetches:
+            keys = [key for key in keys if key not in self._fetches]
         if not priority:
             self.end(keys)
             return
@@ -185,6 +94,7 @@ class Retention(Part):
     def end(self, keys: Iterable[BlockKey]) -> None:
         """End the priority of blocks."""
         for key in keys:
+            self._fetches.pop(key, None)
             self._primary.end_retention(key)
 
     def step(self) -> bool:
@@ -193,14 +103,16 @@ class Retention(Part):
         return bool(self._ends)
 
     def left(self, keys: Sequence[BlockKey]) -> None:
-        """Drop the deadlines of blocks that left the primary tier."""
+        """Drop the state of blocks that left the primary tier."""
         for key in keys:
             self._ends.remove(key)
+            self._fetches.pop(key, None)
 
     def reset(self) -> None:
         """Drop all state, because the primary tier is cleared."""
         self.active = False
         self._ends.clear()
+        self._fetches.clear()
 
 
 _EXPIRED_PER_STEP: Final = 1024

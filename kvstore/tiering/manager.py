@@ -17,7 +17,7 @@ from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.gate import Gate, GateCounts
 from kvstore.tiering.hedges import HedgeCounts, Hedges
 from kvstore.tiering.jobs import JobTable
-from kvstore.tiering.leases import Expiry, Pins, Retention
+from kvstore.tiering.leases import Expiry, Retention
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.misses import Misses, account_of
@@ -124,14 +124,12 @@ class TieringManager:
         self._misses = Misses(self._links, core.absent)
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = backfills or self._parser.default.min_uses > 1
-        share = int(primary.slots * config.pin_share)
-        self._pins = Pins(primary, share, config.pin_lease_s, clock)
-        primary.marks.retained_max = share
+        primary.marks.retained_max = int(primary.slots * config.retain_share)
         self._retention = Retention(core)
-        core.parts = self._copies, self._promotions, self._cascades, self._expiry, self._pins, self._retention
+        core.parts = self._copies, self._promotions, self._cascades, self._expiry, self._retention
         # The actions of policies on blocks that a request has stored, uses, or leaves at its end.
-        self._on_stored = self._expiry.store, self._pins.follow, self._retention.use
-        self._on_use = self._expiry.use, self._pins.use, self._retention.use
+        self._on_stored = self._expiry.store, self._retention.use
+        self._on_use = self._expiry.use, self._retention.use
         self._on_end = self._retention.end_request, self._expiry.end_request
         self._touched: list[BlockKey] = []
         self._polled = False
@@ -184,7 +182,7 @@ class TieringManager:
             self.primary.hand_overs.expect(
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
             )
-            self._pins.follow(keys, state)
+            self._retention.hand_over(keys, state)
 
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
         """Return whether a block can be loaded, and begin to promote it if a tier has it.
@@ -446,10 +444,6 @@ class TieringManager:
         """
         self._expiry.forget_tenant(tag)
 
-    def release(self, keys: Sequence[BlockKey]) -> None:
-        """End the pins that the policy ``pin`` placed on blocks."""
-        self._pins.unpin(keys)
-
     def on_request_finished(self, ctx: RequestContext) -> None:
         """End a request, whose jobs and copies may still be running."""
         state = self._requests.by_id.get(ctx.request_id)
@@ -565,7 +559,6 @@ class TieringManager:
             promoting=self._promotions.blocks,
             throttled=self._promotions.throttled,
             refused_stores=self._refused_stores,
-            refused_pins=self._pins.refused_blocks,
             lost=self._cascades.lost_blocks,
             expired=self._expiry.expired,
             policy_mistakes=self._parser.mistakes,
@@ -704,7 +697,7 @@ class TieringManager:
             for slot in primary.loans.take_ended():
                 primary.reclaim(slot)
         if primary.hand_overs.sent:
-            self._pins.fetched(primary.hand_overs.take_sent())
+            self._retention.fetched(primary.hand_overs.take_sent())
         for link in self._links:
             for result in link.get_finished():
                 job = self._jobs.report(link, result)

@@ -40,7 +40,7 @@ class Retain(NamedTuple):
     after: int  # The number of tokens.
     priority: int  # Priority in the primary tier; 0 ends an existing priority.
     seconds: float | None
-    """Duration from the last use by the request, at most the configured lease; None: the configured lease."""
+    """Duration from the last use by the request, at most the configured maximum; None: that maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,6 @@ class OffloadPolicy:
         load_tiers: Names of the tiers to load from, besides the primary tier; None for all.
         min_uses: Sighting at which a block is stored in the tiers: n - 1 earlier requests had the same block.
         ttl_s: Seconds after which the blocks expire in every tier; None for never.
-        pin: Whether the blocks are held in the primary tier (within a share of it, for a lease).
-        pin_s: Length of that lease, at most the configured one; None: the configured one.
-        unpin: Whether the request releases the pins of the blocks it uses.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
         retain: Retention of the blocks in the primary tier, ordered by starting token.
         demote_tokens: When the request ends, its blocks after this number of tokens are the next to be evicted from the
@@ -81,9 +78,6 @@ class OffloadPolicy:
     load_tiers: tuple[str, ...] | None = None
     min_uses: int = 1
     ttl_s: float | None = None
-    pin: bool = False
-    pin_s: float | None = None
-    unpin: bool = False
     lazy: bool = False
     retain: tuple[Retain, ...] = ()
     demote_tokens: int | None = None
@@ -250,15 +244,6 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _pin(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
-    if isinstance(value, bool) or value == "release":
-        return {"pin": value is True, "pin_s": None, "unpin": value == "release"}
-    try:
-        return {"pin": True, "pin_s": _duration(value), "unpin": False}
-    except ConfigError as error:
-        raise ConfigError(f"{_shown(value)}. Expected true, false, 'release', or a duration such as '10m'.") from error
-
-
 def _retain(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
     parts = value if isinstance(value, list | tuple) and len(value) <= _RETAIN_PARTS_MAX else [value]
     return {"retain": tuple(sorted(map(_retain_part, parts)))}
@@ -313,7 +298,6 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "load": _load,
     "min_uses": lambda value, names: {"min_uses": _count(value, at_least=1)},
     "ttl": lambda value, names: {"ttl_s": None if value is None else _duration(value)},
-    "pin": _pin,
     "lazy": lambda value, names: {"lazy": _flag(value)},
     "retain": _retain,
     "demote": lambda value, names: {"demote_tokens": _from_tokens(value)},
@@ -337,5 +321,5 @@ _STRICTEST: Final[dict[str, dict[str, Any]]] = {
     "forget": {"forget_tokens": 0},
 }
 """Replacements for invalid values of restrictions: a typing error must not move data to an excluded medium. The other
-parameters restrict nothing, so an invalid value means the default: ``pin`` and ``retain`` grant something, ``lazy``
-only delays stores, and ``demote`` only changes the order of eviction."""
+parameters restrict nothing, so an invalid value means the default: ``retain`` grants something, ``lazy`` only delays
+stores, and ``demote`` only changes the order of eviction."""

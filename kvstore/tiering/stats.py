@@ -46,7 +46,6 @@ class TieringStats:
         promoting: Slots held by promotions: being filled, or not yet loaded.
         throttled: Lookups without room for a promotion.
         refused_stores: Blocks without room in the primary tier, counted per offer.
-        refused_pins: Blocks not pinned, because the share for ``pin`` was used up.
         lost: Blocks with ``lazy`` that a tier failed to store before their eviction.
         expired: Blocks whose lifetime ended.
         policy_mistakes: Invalid values in requests' policies.
@@ -65,7 +64,6 @@ class TieringStats:
     promoting: int
     throttled: int
     refused_stores: int
-    refused_pins: int
     lost: int
     expired: int
     policy_mistakes: int

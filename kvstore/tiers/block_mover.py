@@ -257,10 +257,10 @@ class BlockMover:
                 await self._decode(part, stored)
             done = part.running.outcomes[part.start : part.start + len(reads)]
             good = [key for key, outcome in zip(part.keys, done, strict=True) if outcome == Outcome.OK]
-            self._backend.note_verified(good)
+            bad = []
             if Outcome.CORRUPT in done:
                 bad = [key for key, outcome in zip(part.keys, done, strict=True) if outcome == Outcome.CORRUPT]
-                self._backend.note_damaged(bad)
+            self._backend.note_read(good, bad)
         finally:
             self._take_back(part)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from kvstore.backends.base import Backend
+from kvstore.backends.base import Backend, PeerMedium, SharedMedium
 from kvstore.config import TierConfig, decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -79,9 +79,11 @@ def open_tier(
     kind, options = _split(config)
     backend = _made(kind, options, tenants)
     namespace = namespace_of_tier(namespace, decoded := backend.config)
-    serves = lender is not None and backend.set_lender(lender)
+    serves = lender is not None and isinstance(backend, PeerMedium) and backend.set_lender(lender)
     # Encoded and sealed records need a decoder or a key, which a peer may not have.
-    reader = backend.reader() if lender is not None and decoded.codec == "raw" else None
+    reader = None
+    if lender is not None and decoded.codec == "raw" and isinstance(backend, SharedMedium):
+        reader = backend.reader()
     lent, backend = backend, wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
     # The I/O side has its own views and releases them at the end.

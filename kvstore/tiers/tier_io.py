@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.backends.base import Backend, PeerMedium, RecordGeometry, SharedMedium
 from kvstore.backends.holdings import Holdings, open_holdings
 from kvstore.bounded import BoundedDict
 from kvstore.codec.base import KeyNames
@@ -260,6 +260,8 @@ class TierIO:
             logger.warning("The %s tier could not note a use of blocks: %s", self._backend.name, error)
 
     def _keep_lineage(self, message: KeepLineage) -> None:
+        if not isinstance(self._backend, SharedMedium):
+            return
         try:
             self._backend.note(self._parts.lineage.notes_of(message))
         except _FAILURES as error:
@@ -267,6 +269,8 @@ class TierIO:
 
     async def _report_lineage(self) -> None:
         """Report the lineage that the last engine stored."""
+        if not isinstance(self._backend, SharedMedium):
+            return
         try:
             notes = iter((await self._backend.notes()).items())
         except _FAILURES as error:
@@ -453,7 +457,7 @@ class TierIO:
         found, sources, error = b"", b"", ""
         try:
             async with asyncio.timeout(max(0.0, question.deadline - time.monotonic())):
-                answers, states = await self._backend.exists_at(question.keys, question.sources)
+                answers, states = await self._find(question)
             hidden = self._parts.refused.hidden_among(question.keys)
             pairs = zip(question.keys, answers, strict=True)
             found = bytes(Found.ABSENT if hidden and key in hidden else answer for key, answer in pairs)
@@ -463,6 +467,14 @@ class TierIO:
         except _FAILURES as failure:
             error = self._open_error or f"{type(failure).__name__}: {failure}"
         self._post(ExistsDone(question.question_id, found, error, sources))
+
+    async def _find(self, question: AskExistence) -> tuple[Sequence[Found], Sequence[Found]]:
+        """Return the answer for each key and each source of a question; see :meth:`PeerMedium.exists_at`."""
+        if isinstance(self._backend, PeerMedium):
+            return await self._backend.exists_at(question.keys, question.sources)
+        there = await self._backend.exists(question.keys)
+        found = [Found.UNKNOWN if each is None else Found.THERE if each else Found.ABSENT for each in there]
+        return found, [Found.ABSENT] * len(question.sources)
 
     async def _run_delete(self, message: Delete, before: Sequence[RunningJob]) -> None:
         """Delete blocks, and delete them again after earlier stores of them have ended."""
@@ -613,7 +625,8 @@ class TierIO:
 
     def _on_found(self, keys: Sequence[BlockKey], *, recovered: bool = False) -> None:
         """Report blocks found on the medium that this engine did not put just now."""
-        own = self._backend.own(keys)
+        backend = self._backend
+        own = backend.own(keys) if isinstance(backend, SharedMedium) else [backend.exclusive] * len(keys)
         if ours := tuple(key for key, is_ours in zip(keys, own, strict=True) if is_ours):
             self._post(PresenceAdded(ours, recovered))
         if len(ours) < len(keys):

@@ -107,9 +107,9 @@ tier, and ``tenants.x`` of each tenant.
 
 _MANAGER_GAUGES: _ManagerTable = {
     "primary_slots": (
-        "Slots of the primary tier by state; pinned, held and dirty ones are ready too.",
+        "Slots of the primary tier by state; pinned, retained and dirty ones are ready too.",
         ("state",),
-        {name: f"primary.{name}" for name in ("free", "writing", "ready", "pinned", "held", "dirty", "abandoned")},
+        {name: f"primary.{name}" for name in ("free", "writing", "ready", "pinned", "retained", "dirty", "abandoned")},
     ),
     "requests": ("Requests tracked by kvstore's manager.", (), "requests"),
     "promoting_blocks": (
@@ -153,7 +153,6 @@ _MANAGER_COUNTERS: _ManagerTable = {
     "primary_evicted_blocks": ("Blocks that the primary tier evicted.", (), "primary.evicted"),
     "throttled_lookups": ("Lookups that found no room for a promotion.", (), "throttled"),
     "refused_store_blocks": ("Blocks for which the primary tier had no room.", (), "refused_stores"),
-    "refused_pin_blocks": ("Blocks not pinned on request, as the share for that was used up.", (), "refused_pins"),
     "lost_blocks": ("Blocks of lazy stores that a tier did not take when they were evicted.", (), "lost"),
     "expired_blocks": ("Blocks whose lifetime (ttl) ended.", (), "expired"),
     "policy_refused": ("Parameters of requests' offload policies that are not allowed.", (), "policy_refused"),

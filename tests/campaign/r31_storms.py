@@ -142,7 +142,7 @@ class Engine:
         choose, slots = self.choose, self.choose.choice([6, 10, 16, 32])
         self.memory = memoryview(mmap.mmap(-1, slots * SLOT_BYTES))
         self.memory[:] = CANARY * slots
-        self.primary = PrimaryTier(self.memory, SLOT_BYTES, policy=choose.choice(["lru", "arc", "s3fifo"]))
+        self.primary = PrimaryTier(self.memory, SLOT_BYTES, policy=choose.choice(["lru", "arc", "adaptive"]))
         self.weights, self.gets_weights = "", choose.random() < 0.3
         self.plans, tiers = [], []
         common = {"load_timeout": 1, "store_timeout": 0.5, "lookup_timeout": 0.3, "negative_ttl": "50ms"}
@@ -178,10 +178,10 @@ class Engine:
             hedge=choose.random() < 0.7,
             promotion_share=choose.choice([0.2, 0.5, 1.0]),
             store_share=choose.choice([0.25, 1.0]),
-            pin_share=choose.choice([0.25, 0.75]),
+            retain_share=choose.choice([0.25, 0.75]),
             wait_s_max=choose.choice([0.05, 0.3]),
             load_s_max=choose.choice([0.2, 1.0]),
-            pin_lease_s=0.2,
+            retain_s_max=0.2,
             backfill=choose.choice([True, False, Backfill(min_uses=1)]),
             events=choose.random() < 0.6,
             tokens_per_block=BLOCK_TOKENS,
@@ -286,7 +286,6 @@ class Engine:
     def _policy(self) -> dict[str, Any]:
         choose = self.choose
         some: dict[str, list[Any]] = {
-            "pin": [True, 0.05, "release"],
             "retain": [5, 90, {"priority": 30, "duration": 0.05, "after": 48}],
             "demote": [True, {"after": 64}],
             "forget": [True, {"after": 48}],

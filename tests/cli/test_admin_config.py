@@ -59,8 +59,8 @@ def test_the_drop_in_spells_the_tiers_out_for_vllm() -> None:
 
 def test_options_of_the_manager_are_passed_on() -> None:
     """Eviction policy, manager, the manager's options, and any other options of vLLM."""
-    extra = _extra(_FILE, eviction="S3-FIFO", tiering={"policy": {"min_uses": 2}}, extra={"block_size": 256})
-    assert (extra["eviction_policy"], extra["tiering"]) == ("s3fifo", {"policy": {"min_uses": 2}})
+    extra = _extra(_FILE, eviction="ARC", tiering={"policy": {"min_uses": 2}}, extra={"block_size": 256})
+    assert (extra["eviction_policy"], extra["tiering"]) == ("arc", {"policy": {"min_uses": 2}})
     assert extra["block_size"] == 256
     assert _extra(_FILE, manager="vllm")["manager"] == "vllm"
 
@@ -87,7 +87,7 @@ def test_tiers_of_one_backend_get_labels() -> None:
         ({"tiering": {"store_share": 0.5}, "manager": "vllm"}, "vLLM's is to be used"),
         ({"manager": "mine"}, "Expected 'kvstore' or 'vllm'"),
         ({"eviction": "fifo"}, "Unknown eviction policy"),
-        ({"eviction": "s3fifo", "spec": "tiering"}, "is not supported by vLLM's manager"),
+        ({"eviction": "adaptive", "spec": "tiering"}, "is not supported by vLLM's manager"),
         ({"cpu_bytes": 0}, "CPU memory"),
         ({"extra": {"cpu_bytes_to_use": 5}}, "option for it"),
     ],

@@ -57,7 +57,7 @@ def measured_rows() -> list[dict[str, Any]]:
     ]
     replays = [
         {"bench": "replay", "system": "kvstore+file", "policy": policy, "capacity_bytes": size << 30, "hit_rate": rate}
-        for policy in ("lru", "s3fifo")
+        for policy in ("lru", "arc")
         for size, rate in ((1, 0.2), (4, 0.5))
     ]
     return rows + replays

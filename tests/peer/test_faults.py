@@ -120,7 +120,7 @@ async def test_the_verdict_is_about_the_peer_that_sent_the_block(fake: FakePeer,
             assert await backend.exists([b"key"]) == [True]
             goes_on.set()
             assert await load == [Outcome.OK]
-            (backend.note_damaged if damages else backend.note_verified)([b"key"])
+            backend.note_read([] if damages else [b"key"], [b"key"] if damages else [])
             assert sender.down is damages
             assert backend.stats().gauges["peers_down"] == damages
         finally:
@@ -142,7 +142,7 @@ async def test_the_verdict_is_about_the_last_sender(fake: FakePeer) -> None:
                 assert await backend.exists([b"key"]) == [True]
                 read = RecordRead(b"key", [memoryview(bytearray(HEADER_BYTES + 4096))])
                 assert list(await backend.get_into([read])) == [Outcome.OK]
-            backend.note_damaged([b"key"])
+            backend.note_read([], [b"key"])
             downs = [peers_of(backend)[endpoint_of(peer.address)].down for peer in (fake, other)]
             assert downs == [False, True]
         finally:

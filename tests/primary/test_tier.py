@@ -37,14 +37,11 @@ def _fill(tier: PrimaryTier, *numbers: int) -> list[int]:
     return slots
 
 
-def _spare(tier: PrimaryTier, key: bytes, reason: str) -> Callable[[], object]:
+def _exempt(tier: PrimaryTier, key: bytes, reason: str) -> Callable[[], object]:
     """Give a block a reason to stay; return a function that ends it."""
     if reason == "pinned":
         tier.pin([key])
         return lambda: tier.unpin([key])
-    if reason == "held":
-        tier.hold(key)
-        return lambda: tier.release(key)
     tier.mark_dirty([key])
     return lambda: tier.mark_clean([key])
 
@@ -75,18 +72,18 @@ def test_slots_are_rows_of_the_memory() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_large_tier_evicts_a_few_blocks_at_a_time(policy: str) -> None:
-    """An allocation that must evict evicts a few more blocks, no spared ones; the next allocations evict none."""
+    """An allocation that must evict evicts a few more blocks, no exempt ones; the next allocations evict none."""
     slots, piece = 1024, 8
     tier = PrimaryTier(memoryview(bytearray(slots)), 1, policy=policy)
     _fill(tier, *range(slots))
-    spared = keys_of(*range(slots - piece - 2, slots - piece + 1))
-    for key, reason in zip(spared, ("pinned", "held", "dirty"), strict=True):
-        _spare(tier, key, reason)
+    exempt = keys_of(*range(slots - piece - 1, slots - piece + 1))
+    for key, reason in zip(exempt, ("pinned", "dirty"), strict=True):
+        _exempt(tier, key, reason)
 
     assert tier.allocate(keys_of(-1)) is not None
     evicted = tier.take_evicted()
     assert len(set(evicted)) == piece == tier.stats().evicted and tier.free_slots == piece - 1
-    assert not set(evicted) & set(spared) and not any(key in tier for key in evicted)
+    assert not set(evicted) & set(exempt) and not any(key in tier for key in evicted)
     assert tier.allocate(keys_of(*range(-piece, -1))) is not None
     assert not tier.take_evicted() and tier.free_slots == 0
     tier.close()
@@ -107,20 +104,19 @@ def test_large_tier_evicts_as_few_blocks_as_needed(evictable: int) -> None:
     tier.close()
 
 
-def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
-    """Pinned, held and dirty blocks stay until all of these reasons have ended."""
+def test_pinned_and_dirty_blocks_are_exempt(tier: PrimaryTier) -> None:
+    """Pinned and dirty blocks stay until all of these reasons have ended."""
     _fill(tier, 1, 2, 3, 4)
     tier.pin(keys_of(1, 1))
-    tier.hold(keys_of(1)[0])
     tier.mark_dirty(keys_of(1, 2))
     assert tier.allocate(keys_of(11, 12, 13)) is None
     assert sorted(tier.take_wanted()) in (keys_of(1, 2), keys_of(2)), "what is dirty is asked for when its turn comes"
     tier.mark_clean(keys_of(1, 2))
     slots = tier.allocate(keys_of(11, 12, 13))
     assert slots is not None and sorted(tier.take_evicted()) == keys_of(2, 3, 4)
-    for let_go in (lambda: tier.unpin(keys_of(1)), lambda: tier.unpin(keys_of(1)), lambda: tier.release(keys_of(1)[0])):
+    for _ in range(2):
         assert tier.allocate(keys_of(14)) is None
-        let_go()
+        tier.unpin(keys_of(1))
     assert tier.allocate(keys_of(14)) is not None and tier.take_evicted() == keys_of(1)
 
 
@@ -232,10 +228,10 @@ def test_clear_returns_the_ready_blocks(tier: PrimaryTier) -> None:
     _fill(tier, 1, 2)
     tier.allocate(keys_of(3))
     tier.pin(keys_of(1))
-    tier.hold(keys_of(2)[0])
+    tier.mark_dirty(keys_of(2))
     assert sorted(tier.clear()) == keys_of(1, 2)
     stats = tier.stats()
-    assert (stats.free, stats.pinned, stats.held, len(tier)) == (4, 0, 0, 0)
+    assert (stats.free, stats.pinned, stats.dirty, len(tier)) == (4, 0, 0, 0)
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["promised", "promised-and-pinned"])
@@ -278,35 +274,35 @@ def test_look_ahead_requests_copies_of_the_coldest_dirty_blocks(tier: PrimaryTie
     assert tier.take_evicted()[0] in wanted
 
 
-@pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
+@pytest.mark.parametrize("reason", ["pinned", "dirty"])
 def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reason: str) -> None:
-    """A block that was spared, skipped by an eviction and removed may be stored again, and then evicted."""
+    """A block that was exempt, skipped by an eviction and removed may be stored again, and then evicted."""
     _fill(tier, 1, 2, 3, 4)
     (key,) = keys_of(2)
-    _spare(tier, key, reason)
+    _exempt(tier, key, reason)
     assert tier.allocate(keys_of(11, 12, 13, 14)) is None
     if reason == "pinned":
         tier.unpin([key])
     assert tier.remove(key)
-    assert not tier.marks.held and not tier.marks.dirty
+    assert not tier.marks.dirty
     _fill(tier, 2)
-    tier.hold(key)
-    tier.release(key)
+    tier.mark_dirty([key])
+    tier.mark_clean([key])
     _fill(tier, 11, 12, 13, 14)
     assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
     _fill(tier, 21, 22, 23, 24)
     assert sorted(tier.take_evicted()) == keys_of(11, 12, 13, 14)
 
 
-@pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
+@pytest.mark.parametrize("reason", ["pinned", "dirty"])
 def test_a_block_first_in_line_stays_if_there_is_a_reason_again(tier: PrimaryTier, reason: str) -> None:
     """The block was due for eviction; a dirty one is copied next."""
     _fill(tier, 1, 2, 3, 4)
     (key,) = keys_of(2)
-    tier.hold(key)
+    tier.pin([key])
     assert tier.allocate(keys_of(11, 12, 13, 14)) is None
-    tier.release(key)
-    end = _spare(tier, key, reason)
+    tier.unpin([key])
+    end = _exempt(tier, key, reason)
     assert tier.allocate(keys_of(11, 12, 13, 14)) is None
     assert tier.take_wanted() == ([key] if reason == "dirty" else [])
     end()
@@ -373,18 +369,18 @@ def test_pinned_blocks_do_not_slow_eviction_down() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_random_walk_evicts_lowest_priority_first(policy: str, seed: int) -> None:
-    """In a random walk no spared block is evicted, and no block while one of lower priority could be."""
+    """In a random walk no exempt block is evicted, and no block while one of lower priority could be."""
     rng = random.Random(seed)
     tier = PrimaryTier(memoryview(bytearray(12 * SLOT_BYTES)), SLOT_BYTES, policy=policy)
     priorities: dict[bytes, int] = {}
-    spared: dict[tuple[bytes, str], Callable[[], object]] = {}
+    exempt: dict[tuple[bytes, str], Callable[[], object]] = {}
     for step in range(600):
         ready = [key for key in keys_of(*range(40)) if tier.lookup(key) is SlotState.READY]
         key = rng.choice(ready or keys_of(0))
         match rng.randrange(8) if ready else 0:
             case 0 | 1:
                 new = tier.missing(keys_of(*rng.sample(range(40), rng.randrange(1, 4))))
-                kept = {key for key, _ in spared}
+                kept = {key for key, _ in exempt}
                 free = tier.free_slots
                 may_go = sorted(priorities.get(key, 0) for key in ready if key not in kept)
                 slots = tier.allocate(new)
@@ -407,12 +403,12 @@ def test_random_walk_evicts_lowest_priority_first(policy: str, seed: int) -> Non
                 tier.touch(rng.sample(ready, rng.randrange(1, len(ready) + 1)))
                 tier.prepare_eviction(rng.randrange(4))
             case 6:
-                reason = rng.choice(("pinned", "held", "dirty"))
-                if (key, reason) not in spared:
-                    spared[key, reason] = _spare(tier, key, reason)
+                reason = rng.choice(("pinned", "dirty"))
+                if (key, reason) not in exempt:
+                    exempt[key, reason] = _exempt(tier, key, reason)
             case _:
-                if spared:
-                    spared.pop(rng.choice(list(spared)))()
+                if exempt:
+                    exempt.pop(rng.choice(list(exempt)))()
         assert tier.stats().retained == len(priorities) and tier.stats().ready == len(tier)
     tier.close()
 

@@ -251,7 +251,7 @@ async def test_reading_alone_renews_nothing(redis_server: Server) -> None:
     await backend.put([maker().write(key, b"x")])
     assert list(await reader.get_into([maker().target(key).read])) == [Outcome.OK]
     assert reader._renewing is None and reader.stats().counters["ttl_renewals"] == 0
-    reader.note_verified([key])
+    reader.note_read([key], [])
     await until_renewed(reader)
     assert reader.stats().counters["ttl_renewals"] == 1
     reader.touch([number.to_bytes(32, "big") for number in range(9000)])

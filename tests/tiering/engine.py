@@ -52,7 +52,7 @@ class Engine:
         self.primary = PrimaryTier(memoryview(bytearray(slots * ROW_BYTES)), ROW_BYTES, policy=policy)
         self.tiers = [FakeTier(name, self.primary, capacity) for name in tiers]
         # The whole tier and all parameters by default, so that tests of other properties can ignore limits.
-        shares = {"store_share": 1.0, "promotion_share": 1.0, "pin_share": 1.0}
+        shares = {"store_share": 1.0, "promotion_share": 1.0, "retain_share": 1.0}
         options = {**shares, "allow": PARAMETERS, "events": True} | options
         self.manager = TieringManager(
             self.primary, self.tiers, TieringConfig(**options), clock=self.clock, reports=reports

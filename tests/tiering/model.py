@@ -30,7 +30,7 @@ POLICIES: list[dict[str, object]] = [
     {"min_uses": 2},
     {"lazy": True},
     {"ttl": 3},
-    {"pin": True},
+    {"retain": 50},
     {"lazy": True, "ttl": 3, "tiers": ["disk"]},
 ]
 KEYS = [key_of(family * 10 + block) for family in range(FAMILIES) for block in range(PREFIX)]
@@ -90,7 +90,7 @@ class Model:
             eviction=eviction,
             promotion_share=0.5,
             store_share=0.5,
-            pin_share=0.25,
+            retain_share=0.25,
             wait_s_max=WAIT_S,
             load_s_max=LOAD_S,
             reports=self.reports,
@@ -400,7 +400,6 @@ class Model:
         assert all(flow.storing <= SLOTS // 2 for flow in stats.tiers)
         for link in self.parts.links:
             assert all(self.cpu.get(key) == "ready" for key in link.queue), f"{link.name}: {link.queue}"
-        assert primary.held <= SLOTS // 4
         self.dirty_before = set(self.primary.marks.dirty)
 
     def _expected(self, key: BlockKey, request: Request) -> str:
@@ -453,9 +452,8 @@ class Model:
     def _has_room(self) -> bool:
         if self.primary.stats().free:
             return True
-        pins, spared = self._pins(), set(self.primary.marks.held) | set(self.primary.marks.dirty)
-        spared |= self.promised
-        return any(said == "ready" and not pins[key] and key not in spared for key, said in self.cpu.items())
+        pins, exempt = self._pins(), set(self.primary.marks.dirty) | self.promised
+        return any(said == "ready" and not pins[key] and key not in exempt for key, said in self.cpu.items())
 
     def _forbidden(self, key: BlockKey) -> bool:
         return key in self.gone or self.ends.get(key, float("inf")) <= self.engine.clock()
@@ -591,7 +589,7 @@ class Model:
                 assert not self._pins()[key], f"{key!r} left ({cause}) and was pinned"
                 assert key not in self.promised, f"{key!r} left ({cause}) in the step of its hit"
                 if cause is RemovalCause.EVICTED:
-                    assert key not in self.primary.marks.held and key not in self.dirty_before, f"{key!r} was spared"
+                    assert key not in self.dirty_before, f"{key!r} was dirty"
 
     def _apply_overdue(self) -> None:
         """Apply the loads that the manager has abandoned; each must be overdue."""

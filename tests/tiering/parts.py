@@ -13,7 +13,7 @@ class Parts:
     def __init__(self, manager: TieringManager) -> None:
         self.requests, self.jobs, self.links, self.log = manager._requests, manager._jobs, manager._links, manager._log
         self.promotions, self.cascades = manager._promotions, manager._cascades
-        self.pins, self.retention = manager._pins, manager._retention
+        self.retention = manager._retention
         self.poll = manager._poll
         self._gate, self._hedges = manager._gate, manager._hedges
 

@@ -88,7 +88,7 @@ def test_a_step_calls_only_the_parts_with_work() -> None:
     engine = Engine()
     idle = calls_of(engine.manager.on_step_end)
     assert idle < 20, "mostly those of the tier"
-    engine.store_and_forget([key_of(1)], pin=True, retain=5)
+    engine.store_and_forget([key_of(1)], retain=5)
     busy = calls_of(engine.manager.on_step_end)
     engine.clock.now += 3601
     engine.settle_steps(2)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from kvstore.primary.lending import Lender
-from kvstore.tiering.policy import OWN_PARAMETERS
+from kvstore.tiering.policy import OWN_PARAMETERS, PRIORITY_MAX
 from kvstore.types import BlockKey, RequestContext
 from tests.tiering.engine import Engine, keys_of
 
@@ -25,6 +27,11 @@ def coming(engine: Engine) -> list[BlockKey]:
     return [key for key in KEYS if engine.primary.hand_overs.is_coming(key)]
 
 
+def kept(engine: Engine) -> set[BlockKey]:
+    """Return the blocks that are kept until other engines have fetched them."""
+    return {key for key, (priority, _) in engine.primary.marks.ranks.items() if priority > PRIORITY_MAX}
+
+
 def fetch(engine: Engine, keys: Sequence[BlockKey] = KEYS) -> None:
     """Send blocks to another engine, and run a step."""
     for key in keys:
@@ -34,16 +41,16 @@ def fetch(engine: Engine, keys: Sequence[BlockKey] = KEYS) -> None:
 
 def test_computed_blocks_are_kept_until_they_are_fetched() -> None:
     """Each block is held from its store to its fetch, beyond the end of its request."""
-    engine = Engine(pin_share=0.5)
+    engine = Engine(retain_share=0.5)
     ctx = handed_over(engine)
     engine.store(KEYS, ctx)
     engine.manager.on_request_finished(ctx)
     engine.settle()
-    assert engine.primary.marks.held == set(KEYS)
+    assert kept(engine) == set(KEYS)
     fetch(engine, KEYS[:3])
-    assert engine.primary.marks.held == {KEYS[3]}
+    assert kept(engine) == {KEYS[3]}
     fetch(engine, KEYS[3:])
-    assert engine.primary.marks.held == set()
+    assert kept(engine) == set()
 
 
 def test_a_hand_over_needs_the_permission_of_the_operator() -> None:
@@ -54,32 +61,48 @@ def test_a_hand_over_needs_the_permission_of_the_operator() -> None:
     engine.store(KEYS, ctx)
     engine.manager.on_request_finished(ctx)
     engine.settle()
-    assert engine.primary.marks.held == set() and engine.manager.stats().policy_refused == 1
+    assert kept(engine) == set() and engine.manager.stats().policy_refused == 1
 
 
-def test_a_request_releases_no_block_kept_for_an_engine() -> None:
-    """``"pin": "release"`` ends pins, not the hand-overs of other requests."""
-    engine = Engine(pin_share=0.5)
+@pytest.mark.parametrize("hint", [{"retain": 0}, {"retain": 50}, {"demote": True}], ids=str)
+def test_hints_leave_blocks_that_are_kept_for_an_engine(hint: dict[str, Any]) -> None:
+    """The block stays, whatever priority other requests give it, until it is fetched, and has no priority then."""
+    engine = Engine(retain_share=0.5)
     engine.store(KEYS, handed_over(engine))
-    engine.load(KEYS, engine.request(KEYS, pin="release"))
-    assert engine.primary.marks.held == set(KEYS)
-    engine.load(KEYS[:1], engine.request(KEYS, pin=True))
-    engine.load(KEYS, engine.request(KEYS, pin="release"))
-    assert engine.primary.marks.held == set(KEYS[1:])
+    engine.use(KEYS, **hint)
+    engine.settle()
+    assert kept(engine) == set(KEYS)
+    for number in range(20, 40):
+        engine.store_and_forget(keys_of(number))
+    assert not engine.primary.missing(KEYS)
+    fetch(engine)
+    assert not engine.primary.marks.ranks
+
+
+def test_blocks_are_kept_for_a_limited_time() -> None:
+    """An engine that never fetches costs the memory for a minute."""
+    engine = Engine(retain_share=0.5)
+    engine.store(KEYS, handed_over(engine))
+    engine.clock.now += 59
+    engine.step()
+    assert kept(engine) == set(KEYS)
+    engine.clock.now += 2
+    engine.step()
+    assert not engine.primary.marks.ranks
 
 
 def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
     """Two requests allow two fetches; a request that uses its blocks again adds none."""
-    engine = Engine(pin_share=0.5)
+    engine = Engine(retain_share=0.5)
     one, two = handed_over(engine, "one"), handed_over(engine, "two")
     engine.store(KEYS, one)
     engine.step()
     engine.load(KEYS, one)
     engine.load(KEYS, two)
     fetch(engine)
-    assert engine.primary.marks.held == set(KEYS), "the second fetch is due"
+    assert kept(engine) == set(KEYS), "the second fetch is due"
     fetch(engine)
-    assert engine.primary.marks.held == set()
+    assert kept(engine) == set()
 
 
 def test_only_admitted_blocks_are_promised() -> None:

@@ -55,7 +55,7 @@ def test_a_priority_lasts_for_its_duration_from_the_end_of_the_request() -> None
 
 def test_no_priority_lasts_longer_than_the_lease() -> None:
     """The lease limits each priority, so that a client can't keep blocks forever."""
-    engine = Engine(slots=4, pin_lease_s=60)
+    engine = Engine(slots=4, retain_s_max=60)
     engine.store_and_forget(keys_of(1), retain={"priority": 100, "duration": "30d"})
     engine.store_and_forget(keys_of(2), retain=100)
     assert engine.manager.stats().primary.retained == 2
@@ -66,7 +66,7 @@ def test_no_priority_lasts_longer_than_the_lease() -> None:
 
 def test_retained_blocks_leave_half_of_the_tier_to_other_requests() -> None:
     """However many blocks have a priority, those above their share are evicted before other requests' blocks."""
-    engine = Engine(slots=64, tiers=(), pin_share=0.25)
+    engine = Engine(slots=64, tiers=(), retain_share=0.25)
     for number in range(100, 160):
         engine.store_and_forget(keys_of(number), retain=100)
     mine = keys_of(*range(32))
@@ -154,19 +154,6 @@ def test_unwritten_blocks_are_written_when_they_are_demoted() -> None:
     engine.store_and_forget(keys_of(*range(3, 9)))
     engine.store_and_forget(keys_of(9, 10))
     assert engine.resident() == keys_of(*range(3, 11))
-
-
-def test_pinned_blocks_are_demoted_once_the_pin_ends() -> None:
-    """A pin overrides any hint."""
-    engine = Engine(slots=4, pin_share=1.0, pin_lease_s=60)
-    engine.store_and_forget(keys_of(1), pin=True, demote=True)
-    engine.store_and_forget(keys_of(2, 3, 4))
-    engine.store_and_forget(keys_of(5))
-    assert set(keys_of(1)) <= set(engine.resident())
-    engine.clock.now += 61
-    engine.step()
-    engine.store_and_forget(keys_of(6))
-    assert not set(keys_of(1)) & set(engine.resident())
 
 
 def test_forgotten_blocks_leave_every_tier() -> None:

@@ -33,7 +33,7 @@ class Step:
 
     def request(self) -> RequestContext:
         """Start a request with a policy that pins, holds, restricts or drops."""
-        policies = ({}, {}, {"cpu": False}, {"lazy": True}, {"pin": True}, {"pin": "release"}, {"ttl": 3})
+        policies = ({}, {}, {"cpu": False}, {"lazy": True}, {"retain": 50}, {"demote": True}, {"ttl": 3})
         return self.engine.request(**self.rng.choice(policies))
 
     def look(self) -> None:

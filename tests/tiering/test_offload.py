@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES
 from kvstore.tiering import Backfill, TieringConfig
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
-from tests.tiering.engine import Engine, deadlines_of, keys_of
+from tests.tiering.engine import Engine, keys_of
 from tests.tiering.fake_tier import payload
 
 A, B = keys_of(1, 2, 3, 4), keys_of(11, 12, 13, 14)
@@ -273,21 +273,6 @@ def test_a_tier_that_gets_an_expired_block_late_drops_it() -> None:
     assert engine.look(A, engine.request()) == ["miss"] * 4
 
 
-@pytest.mark.parametrize("eviction", POLICY_NAMES)
-def test_pinned_blocks_stay(eviction: str) -> None:
-    """Blocks with ``pin`` survive any number of other blocks, within the share of pins; ``release`` ends the pin."""
-    engine = Engine(slots=8, pin_share=0.5, eviction=eviction)
-    engine.store_and_forget(keys_of(1, 2, 3, 4, 5), pin=True)
-    for number in range(20, 40):
-        engine.store_and_forget(keys_of(number))
-    assert [key in engine.primary for key in keys_of(1, 2, 3, 4, 5)] == [True] * 4 + [False]
-    assert engine.manager.stats().refused_pins == 1
-    engine.manager.release(keys_of(1, 2, 3, 4))
-    for number in range(40, 60):
-        engine.store_and_forget(keys_of(number))
-    assert not any(key in engine.primary for key in keys_of(1, 2, 3, 4))
-
-
 def test_lazy_writes_a_fifth_at_most_where_everything_fits() -> None:
     """If the workload fits the primary tier, lazy stores write at most a fifth of the bytes of eager ones."""
     written = []
@@ -499,100 +484,6 @@ def test_a_block_that_waits_for_one_tier_is_stored_to_another() -> None:
     assert engine.tiers[1].submitted(False) == keys_of(2, 3)
 
 
-def test_a_pin_ends_with_its_lease() -> None:
-    """A pin lasts for its lease from the last use of its block, and never longer than the configured lease."""
-    engine = Engine(slots=8, pin_share=0.5, pin_lease_s=3600)
-    engine.store_and_forget(keys_of(1), pin=True)
-    engine.store_and_forget(keys_of(2), pin="10m")
-    engine.store_and_forget(keys_of(3), pin="30d")
-    assert engine.primary.marks.held == set(keys_of(1, 2, 3))
-    engine.clock.now += 601
-    engine.step()
-    assert engine.primary.marks.held == set(keys_of(1, 3))
-    ctx = engine.request()
-    engine.load(keys_of(1), ctx)
-    engine.clock.now += 3000
-    engine.step()
-    assert engine.primary.marks.held == set(keys_of(1))
-    engine.clock.now += 601
-    engine.step()
-    assert engine.primary.marks.held == set()
-    engine.evict_all()
-    assert engine.resident() == []
-
-
-def test_a_shorter_pin_does_not_shorten_a_longer_one() -> None:
-    """A use renews the longest requested lease."""
-    engine = Engine(slots=8, pin_share=0.5)
-    engine.store_and_forget(keys_of(1), pin="10m")
-    engine.load(keys_of(1), engine.request(pin="1m"))
-    engine.load(keys_of(1), engine.request())
-    engine.clock.now += 599
-    engine.step()
-    assert engine.primary.marks.held == set(keys_of(1))
-    engine.clock.now += 2
-    engine.step()
-    assert engine.primary.marks.held == set()
-
-
-def test_leases_that_ended_make_room_for_new_pins() -> None:
-    """Expired pins don't exclude new ones, even if no step has passed in between."""
-    engine = Engine(slots=8, pin_share=0.25)
-    engine.store_and_forget(keys_of(1, 2), pin=True)
-    engine.clock.now += 30 * 86400
-    engine.store_and_forget(keys_of(3, 4), pin=True)
-    assert engine.primary.marks.held == set(keys_of(3, 4))
-    assert engine.manager.stats().refused_pins == 0
-
-
-def test_request_pins_and_releases_its_blocks() -> None:
-    """A request with ``pin`` also pins blocks that are already stored; a request with ``release`` releases them."""
-    engine = Engine(slots=8, pin_share=0.5)
-    engine.store_and_forget(keys_of(1, 2))
-    engine.load(keys_of(1, 2), engine.request(pin=True))
-    assert engine.primary.marks.held == set(keys_of(1, 2))
-    engine.load(keys_of(1), engine.request(pin="release"))
-    assert engine.primary.marks.held == set(keys_of(2))
-    engine.load(keys_of(1), engine.request(pin=True))
-    engine.clock.now += 1
-    engine.step()
-    assert engine.primary.marks.held == set(keys_of(1, 2))
-
-
-def test_a_reset_forgets_leases() -> None:
-    """A block that is stored and pinned again after a reset has only its new lease."""
-    engine = Engine(slots=8, pin_share=0.5)
-    engine.store_and_forget(keys_of(1), pin=True)
-    engine.manager.reset()
-    assert not engine.parts.pins.active
-    engine.store_and_forget(keys_of(1), pin="10m")
-    assert engine.primary.marks.held == set(keys_of(1))
-    engine.clock.now += 601
-    engine.step()
-    assert engine.primary.marks.held == set()
-
-
-def test_pins_can_be_forbidden() -> None:
-    """With a share of 0 no pin is granted, and each refusal is counted."""
-    engine = Engine(slots=8, pin_share=0)
-    engine.store_and_forget(keys_of(1, 2), pin=True)
-    assert engine.primary.marks.held == set() and engine.manager.stats().refused_pins == 2
-
-
-def test_a_removed_block_takes_its_pin_with_it() -> None:
-    """If a pinned block is removed and stored again unpinned, its old pin has ended; a reset ends all pins."""
-    engine = Engine(slots=8, pin_share=0.5)
-    engine.store_and_forget(keys_of(1), pin=True)
-    engine.manager.remove(keys_of(1))
-    engine.store_and_forget(keys_of(1))
-    assert engine.primary.marks.held == set()
-    engine.store_and_forget(keys_of(2), pin=True)
-    engine.manager.reset()
-    assert engine.primary.marks.held == set()
-    engine.clock.now += 1e6
-    engine.step()
-
-
 @pytest.mark.parametrize(("backfill", "uses"), [(True, 2), ({"min_uses": 1}, 1), ({"min_uses": 3}, 3), (False, None)])
 def test_a_block_of_a_slow_tier_is_copied_to_the_faster_ones(backfill: Any, uses: int | None) -> None:
     """From the configured use on, a block that only the slow tier has is copied to the faster tiers."""
@@ -641,24 +532,10 @@ def test_back_fill_is_asked_of_promoted_blocks_only() -> None:
     assert set(fast.blocks) == {key}
 
 
-@pytest.mark.parametrize("options", [{"pin_share": -0.1}, {"pin_share": 1.1}, {"pin_lease_s": -1}], ids=str)
-def test_numbers_of_pins_are_checked(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"retain_share": -0.1}, {"retain_share": 1.1}, {"retain_s_max": -1}], ids=str)
+def test_numbers_of_retention_and_backfill_are_checked(options: dict[str, Any]) -> None:
     """Values out of range are errors at startup."""
     with pytest.raises(ConfigError):
         TieringConfig(**options)
     with pytest.raises(ConfigError):
         Backfill(min_uses=0)
-
-
-def test_pins_that_were_released_leave_nothing() -> None:
-    """Memory stays bounded however many blocks are pinned and then released or removed before their lease ends."""
-    engine = Engine(slots=8, pin_share=0.5)
-    for number in range(300):
-        engine.store_and_forget(keys_of(number), pin=True)
-        if number % 2:
-            engine.manager.release(keys_of(number))
-        else:
-            engine.manager.remove(keys_of(number))
-    pins = engine.parts.pins
-    assert engine.primary.marks.held == set()
-    assert "Pins(0 leases" in repr(pins) and deadlines_of(pins)[1] <= 160

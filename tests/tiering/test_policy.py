@@ -14,7 +14,7 @@ from kvstore.tiering import OffloadPolicy, TieringConfig
 from kvstore.tiering.policy import HAND_OVER, PARAMETERS, PolicyParser
 
 TIERS = ["disk", "far"]
-NAMES = st.text() | st.sampled_from(["store", "tiers", "cpu", "load", "min_uses", "ttl", "pin", "lazy", "tokens"])
+NAMES = st.text() | st.sampled_from(["store", "tiers", "cpu", "load", "min_uses", "ttl", "retain", "lazy", "tokens"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner),
@@ -43,7 +43,7 @@ JSON = st.recursive(
         ({"ttl": 90}, {"ttl_s": 90.0}),
         ({"ttl": "10m"}, {"ttl_s": 600.0}),
         ({"explain": True}, {"explain": True}),
-        ({"pin": True, "lazy": True}, {"pin": True, "lazy": True}),
+        ({"lazy": True}, {"lazy": True}),
     ],
 )
 def test_every_value_is_understood(params: object, expected: dict[str, object]) -> None:
@@ -79,7 +79,6 @@ NO_TIER = {"tiers": ()}
         ({"ttl": 0}, "above 0", NOTHING_STORED),
         ({"ttl": "soon"}, "soon", NOTHING_STORED),
         ({"ttl": [1]}, "duration", NOTHING_STORED),
-        ({"pin": "yes"}, "true, false", {}),
         ({"lazy": 1}, "true or false", {}),
         ({"lasy": True}, "Did you mean 'lazy'?", NO_TIER),
         ({"tires": ["disk"]}, "Did you mean 'tiers'?", NO_TIER),
@@ -118,17 +117,17 @@ def test_only_values_allowed_by_the_operator_apply(caplog: pytest.LogCaptureFixt
     parser = PolicyParser(TIERS, {"tiers": ["disk"]}, ["store", "ttl"])
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         for _ in range(2):
-            policy = parser.parse({"store": 0.5, "pin": True, "tiers": ["far"], "load": "nonsense"})
+            policy = parser.parse({"store": 0.5, "retain": 9, "tiers": ["far"], "load": "nonsense"})
     assert policy == OffloadPolicy(store_fraction=0.5, tiers=("disk",))
     assert (parser.refused, parser.mistakes, len(caplog.messages)) == (6, 0, 3)
     assert parser.parse({"tires": ["far"]}).tiers == ()
-    assert PolicyParser(TIERS, {}, []).parse({"store": False, "pin": True}) == OffloadPolicy()
+    assert PolicyParser(TIERS, {}, []).parse({"store": False, "retain": 9}) == OffloadPolicy()
 
 
 def test_by_default_a_request_sets_only_its_own_stores_and_loads() -> None:
     """Without ``allow``, no parameter pins, retains, demotes, expires or removes a block that others share."""
     own = {"store": 0.5, "tiers": ["far"], "cpu": False, "load": ["disk"], "min_uses": 3, "explain": True}
-    others = {"pin": True, "retain": 9, "demote": True, "forget": True, "tenant": "a"}
+    others = {"retain": 9, "demote": True, "forget": True, "tenant": "a"}
     others |= {"lazy": True, "ttl": 1}
     parser = PolicyParser(TIERS, {}, TieringConfig().allow)
     expected = PolicyParser(TIERS, own).default

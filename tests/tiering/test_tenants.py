@@ -255,43 +255,6 @@ def test_lazy_blocks_are_due_within_a_share() -> None:
     assert gone and set(gone) <= set(engine.tier.blocks)
 
 
-def test_a_tenant_does_not_use_up_the_pins() -> None:
-    """Each tenant may pin as many blocks as remain free for pins; removed and reset blocks no longer count."""
-    engine = Engine(slots=40, pin_share=0.4, pin_lease_s=60, tenants=configured(named={"a": {}}))
-
-    def held(name: str) -> int:
-        return sum(key in engine.primary.marks.held for key in keys(name, *range(20), named=name == "a"))
-
-    engine.store_and_forget(keys("a", *range(6)), pin=True)
-    engine.store_and_forget(keys("a", *range(6, 12)), pin=True)
-    assert held("a") == 8 and engine.manager.stats().refused_pins == 4
-    for name, expected in (("b", 4), ("c", 2), ("d", 1), ("e", 1), ("f", 0)):
-        engine.store_and_forget(keys(name, *range(5), named=False), pin=True)
-        assert held(name) == expected
-    assert engine.manager.stats().primary.held == 16
-    engine.manager.remove(keys("a", *range(8)))
-    engine.store_and_forget(keys("a", *range(12, 18)), pin=True)
-    assert held("a") == 4, "half of what is free now"
-    engine.clock.now += 61
-    engine.store_and_forget(keys("a", 18, 19), pin=True)
-    assert held("a") == 2 == engine.manager.stats().primary.held
-    engine.manager.reset()
-    engine.store_and_forget(keys("a", *range(12)), pin=True)
-    assert held("a") == 8
-
-
-def test_hand_overs_of_a_tenant_leave_room_for_those_of_others() -> None:
-    """Blocks that wait for other engines count towards the same share."""
-    engine = Engine(slots=16, pin_share=0.5, tenants=configured(named={"a": {}, "b": {}}))
-    for name, count, expected in (("a", 6, 4), ("b", 3, 2)):
-        theirs = keys(name, *range(count))
-        ctx = RequestContext(name, hand_over_s=60.0, hand_over=name.encode())
-        engine.manager.on_new_request(ctx, theirs)
-        engine.store(theirs, ctx)
-        engine.settle()
-        assert sum(key in engine.primary.marks.held for key in theirs) == expected
-
-
 def test_a_reset_empties_the_accounts() -> None:
     """A reset empties the accounts, and counting restarts from zero."""
     engine = Engine(slots=4, tenants=configured(named={"a": {}}))
@@ -360,11 +323,9 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
                 for key in ready:
                     primary.remove(key)
             case 9:
-                for key in ready:
-                    primary.hold(key)
+                primary.mark_dirty(ready)
             case 10:
-                for key in (*some, *rng.sample(sorted(primary.marks.held), len(primary.marks.held) // 2)):
-                    primary.release(key)
+                primary.mark_clean([*some, *rng.sample(sorted(primary.marks.dirty), len(primary.marks.dirty) // 2)])
             case _:
                 primary.prepare_eviction(rng.randint(0, 12))
         for slot, _ in enumerate(range(40)):
@@ -373,9 +334,6 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
         for other in "abc":
             count = sum(key in primary for key in universe[other])
             assert accounts.of(universe[other][0]).blocks == count
-            free = 40 - len(primary.marks.held)
-            theirs = sum(key in primary.marks.held for key in universe[other])
-            assert primary.may_hold(universe[other][0], 40) == max(0, (free - theirs + 1) // 2)
         assert primary.stats().ready == len(primary)
 
 

@@ -40,11 +40,9 @@ class Noting(MemoryBackend):
         self.verified: list[BlockKey] = []
         self.damaged: list[BlockKey] = []
 
-    def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        self.verified += keys
-
-    def note_damaged(self, keys: Sequence[BlockKey]) -> None:
-        self.damaged += keys
+    def note_read(self, intact: Sequence[BlockKey], damaged: Sequence[BlockKey]) -> None:
+        self.verified += intact
+        self.damaged += damaged
 
 
 async def load_record(

@@ -178,8 +178,8 @@ class Noting(Counting):
 
     verified: ClassVar[list[BlockKey]] = []
 
-    def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        Noting.verified += keys
+    def note_read(self, intact: Sequence[BlockKey], damaged: Sequence[BlockKey]) -> None:
+        Noting.verified += intact
 
 
 def test_refused_record_does_not_count_as_used(tmp_path: Path) -> None:

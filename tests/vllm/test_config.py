@@ -171,7 +171,7 @@ FS = {"type": "fs", "root_dir": "/x"}
         ({}, [MEMORY, FS], True),
         ({"manager": "vllm"}, [MEMORY, FS], False),
         ({"cache_policy_module_path": "their.module"}, [MEMORY], False),
-        ({"manager": "kvstore", "eviction_policy": "s3-fifo"}, [MEMORY], True),
+        ({"manager": "kvstore", "eviction_policy": "ARC"}, [MEMORY], True),
     ],
     ids=[
         "by default",
@@ -197,9 +197,9 @@ def test_manager_is_kvstores_unless_vllms_is_required(
         ({"manager": "vlm"}, [MEMORY], "Expected 'kvstore'"),
         ({}, [{**FS, "reset": "kep"}], "Expected 'forget' or 'keep'"),
         ({"manager": "vllm", "tiering": {}}, [MEMORY], "Remove one"),
-        ({"eviction_policy": "s3fofi"}, [MEMORY], "Did you mean 's3fifo'"),
+        ({"eviction_policy": "adaptve"}, [MEMORY], "Did you mean 'adaptive'"),
         ({"store_threshold": 2}, [MEMORY], "min_uses"),
-        ({"tiering": {"pin_shar": 1}}, [MEMORY], "Did you mean 'pin_share'"),
+        ({"tiering": {"retain_shar": 1}}, [MEMORY], "Did you mean 'retain_share'"),
         (
             {"tiering": {"wait_s_max": 1}},
             [MEMORY],

@@ -34,7 +34,7 @@ def restarted(start: Start, tmp_path_factory: pytest.TempPathFactory, expected: 
     first.call("settle")
     first.kill()
     tiering = {"allow": PARAMETERS}
-    return start(offloading=managed(directory, eviction_policy="s3fifo", tiering=tiering), events=True)
+    return start(offloading=managed(directory, eviction_policy="arc", tiering=tiering), events=True)
 
 
 def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[list[int]]) -> None:
@@ -192,7 +192,7 @@ def test_a_user_with_ten_times_the_requests_spoils_no_hits_of_another(start: Sta
     mine = [system + prompt(number, 320) for number in (2, 3, 4)]
     own = [{"store": False}, {"store": 0.1}, {"tiers": []}, {"cpu": False}, {"load": False}, {"min_uses": 1000}]
     own.append({"explain": True})
-    others: list[dict[str, Any]] = [{"retain": 100}, {"pin": True}, {"demote": True}, {"forget": True, "ttl": "1ms"}]
+    others: list[dict[str, Any]] = [{"retain": 100}, {"demote": True}, {"forget": True, "ttl": "1ms"}]
     assert set(OWN_PARAMETERS) <= {name for policy in own for name in policy}
     first = engine.ask(*mine)
     engine.call("settle")  # The small primary tier evicts blocks that still wait for the disk.

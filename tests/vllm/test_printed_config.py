@@ -29,7 +29,7 @@ def _printed(*arguments: str) -> dict[str, Any]:
     "arguments",
     [
         [],
-        ["--eviction", "s3fifo", "--tiering", '{"policy": {"min_uses": 2, "tiers": ["file-1"]}}'],
+        ["--eviction", "arc", "--tiering", '{"policy": {"min_uses": 2, "tiers": ["file-1"]}}'],
         ["--manager", "vllm", "--eviction", "arc"],
         ["--spec", "tiering"],
     ],

@@ -36,7 +36,7 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no parent": ({}, {"path": "DIR/a/b/c"}, "does not exist"),
     "no primary tier": ({"cpu_bytes_to_use": None}, {}, "cpu_bytes_to_use"),
     "misspelt option of the manager": ({"tiering": {"polcy": {}}}, {}, "Did you mean 'policy'"),
-    "misspelt option of the spec": ({"evicton_policy": "s3fifo"}, {}, "Did you mean 'eviction_policy'"),
+    "misspelt option of the spec": ({"evicton_policy": "arc"}, {}, "Did you mean 'eviction_policy'"),
     "misspelt object": ({"teiring": {}}, {}, "Did you mean 'tiering'"),
     "primary tier in words": ({"cpu_bytes_to_use": "much"}, {}, "'much' is not a valid size"),
     "primary tier without a unit": ({"cpu_bytes_to_use": 8}, {}, "Give it a unit"),

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite, SharedMedium
 from kvstore.backends.disk.blocks import Blocks
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.limits import LIMITS, Limits
@@ -34,7 +34,7 @@ _COUNTS: Final = ("evicted_blocks", "segments_added", "segments_given_up", "upke
 """Counters reported from the start; all others appear with their first count."""
 
 
-class DiskBackend(Backend):
+class DiskBackend(SharedMedium):
     """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
 
     Further guarantees: each engine writes only to segments that it holds. No store, load or lookup takes a lock of

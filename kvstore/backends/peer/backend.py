@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.base import BackendStats, PeerMedium, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerError, PeerLog
 from kvstore.backends.peer.config import NOTHING_TO_SERVE, PeerConfig, endpoint_of
 from kvstore.backends.peer.directory import Directory
@@ -71,7 +71,7 @@ class _Search:
     error: str = ""  # Error of a peer that did not answer; empty if all did.
 
 
-class PeerBackend(Backend):
+class PeerBackend(PeerMedium):
     """Loads blocks from other engines, and serves them the blocks of our own primary tier.
 
     Each lookup concurrently queries all configured peers, the peers that the request names, and up to two peers that
@@ -176,7 +176,7 @@ class PeerBackend(Backend):
 
         Returns:
             For each key THERE if a peer has the block; else COMING if one computes it; else UNKNOWN if a peer that
-            might have it did not answer; else ABSENT. And the state of each source, see :meth:`Backend.exists_at`.
+            might have it did not answer; else ABSENT. And the state of each source, see :meth:`PeerMedium.exists_at`.
 
         Raises:
             PeerError: No peer could be queried.
@@ -226,20 +226,14 @@ class PeerBackend(Backend):
         return
         yield
 
-    def note_verified(self, keys: Sequence[BlockKey]) -> None:
-        """Restore trust in the peers that sent the blocks."""
-        for endpoint in {self._senders.pop(key, None) for key in keys}:
-            peer = self._peer_at(endpoint)
-            if peer is not None:
-                peer.note_verified()
-
-    def note_damaged(self, keys: Sequence[BlockKey]) -> None:
-        """Stop querying the peers that sent the blocks, for a while."""
-        for endpoint in {self._senders.pop(key, None) for key in keys}:
-            peer = self._peer_at(endpoint)
-            if peer is not None:
-                peer.note_damaged()
-        for key in keys:
+    def note_read(self, intact: Sequence[BlockKey], damaged: Sequence[BlockKey]) -> None:
+        """Restore trust in the peers that sent intact blocks, and stop querying those that sent damaged ones."""
+        for keys, note in ((intact, Peer.note_verified), (damaged, Peer.note_damaged)):
+            for endpoint in {self._senders.pop(key, None) for key in keys}:
+                peer = self._peer_at(endpoint)
+                if peer is not None:
+                    note(peer)
+        for key in damaged:
             self._places.pop(key, None)
 
     def stats(self) -> BackendStats:

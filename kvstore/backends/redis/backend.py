@@ -181,9 +181,9 @@ class RedisBackend(Backend):
         if self._to_renew and self._renewing is None:
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
-    def note_verified(self, keys: Sequence[BlockKey]) -> None:
+    def note_read(self, intact: Sequence[BlockKey], damaged: Sequence[BlockKey]) -> None:
         """Renew the time to live only now, because failed reads must not keep an unreadable block alive."""
-        self.touch(keys)
+        self.touch(intact)
 
     def stats(self) -> BackendStats:
         nodes = self._topology.nodes

@@ -88,7 +88,7 @@ _Policies = Annotated[
     str | None,
     Option(
         metavar="NAMES",
-        help="Eviction policies to compare: adaptive, lru, arc, s3fifo, belady, and ages, that of the disk tier. "
+        help="Eviction policies to compare: adaptive, lru, arc, belady, and ages, that of the disk tier. "
         "Without it, the tier's own; a plot has lru and belady, too, where they can be simulated.",
     ),
 ]

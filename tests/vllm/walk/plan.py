@@ -16,7 +16,7 @@ _LEGS = (
 )
 """Model and manager of each; only legs of the dense model can have rows of several blocks, and one in two does."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "policy": ("adaptive", "lru", "arc", "s3fifo"),
+    "policy": ("adaptive", "lru", "arc"),
     "depth": (1, 2, 3),
     "speculates": (True, False),
     "scheduling": ("fcfs", "priority"),
