@@ -147,14 +147,15 @@ def test_ages_go_on_for_ever() -> None:
     assert index.evict(8, 0) == places[:7]
 
 
-def test_victim_is_found_behind_many_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_victim_is_found_behind_many_pinned_blocks() -> None:
     """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
-    monkeypatch.setattr(ages_module, "_CANDIDATES", 2)
-    index, places = filled(4, 4)
-    index.pin(places[:7])
-    assert index.evict(8, 0) == places[7:]
-    index.unpin(places[:6])
-    assert index.evict(8, 0) == places[:6]
+    count = 2 * ages_module._CANDIDATES
+    index, places = filled(count, count)
+    pinned = places[: 2 * count - 1]
+    index.pin(pinned)
+    assert index.evict(len(places), 0) == places[len(pinned) :]
+    index.unpin(pinned[:-1])
+    assert index.evict(len(places), 0) == pinned[:-1]
 
 
 def test_key_with_the_digest_of_another_is_absent() -> None:
