@@ -147,6 +147,16 @@ def test_ages_go_on_for_ever() -> None:
     assert index.evict(8, 0) == places[:7]
 
 
+def test_slot_that_could_not_be_written_is_taken_last() -> None:
+    """A store that failed in a slot is not followed by others there while the segment has other free slots."""
+    index = Index(8)
+    open_segment(index, 8)
+    (bad, *_) = take(index, 2)
+    index.rest((bad,))
+    assert len(take(index, 6)) == 6
+    assert take(index, 1) == [bad]
+
+
 def test_victim_is_found_behind_many_pinned_blocks() -> None:
     """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
     count = 2 * ages_module._CANDIDATES
