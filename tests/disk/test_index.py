@@ -157,6 +157,26 @@ def test_slot_that_could_not_be_written_is_taken_last() -> None:
     assert take(index, 1) == [bad]
 
 
+def test_block_whose_eviction_failed_is_tried_after_the_others() -> None:
+    """One row that can't be written does not stop evictions: the next victims are the other blocks."""
+    index, places = filled(4, 4)
+    (failed,) = index.evict(1, 0)
+    index.stay((failed,))
+    assert index.evict(8, 0) == [*places[1:], failed]
+
+
+def test_evictions_in_vain_are_bounded_over_all_calls() -> None:
+    """While stores fail, a share of the blocks departs, however often room is needed; after a success more may."""
+    index, places = filled(64)
+    index.note_failures(places[-2:])
+    share = index.evict(64, 0)
+    assert 0 < len(share) < 64
+    index.leave(share)
+    assert index.evict(64, 0) == []
+    add(index, take(index, 1))
+    assert len(index.evict(64, 0)) == 64 - len(share) + 1
+
+
 def test_victim_is_found_behind_many_pinned_blocks() -> None:
     """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
     count = 2 * ages_module._CANDIDATES
