@@ -229,23 +229,6 @@ def test_block_departs_once() -> None:
     assert (len(index), take(index, 4)) == (2, places[:2])
 
 
-def test_removed_block_is_not_found_at_another_engine() -> None:
-    """A block removed here stays a miss, although another engine has it, too; one evicted here is found there."""
-    for is_hidden in (True, False):
-        index = Index(8)
-        ours, digests = read_segment((1, b"a"))
-        index.open_segment(ours, digests)
-        theirs, digests = read_segment((1, b"a"), is_ours=False)
-        index.follow(theirs)
-        index.see(theirs, digests, 0, 1)
-        places = index.depart((index.place(b"a"),))
-        assert places == [ours.first]
-        if is_hidden:
-            assert index.hide(places) == [b"a"]
-        index.leave(places)
-        assert index.place(b"a") == (NOWHERE if is_hidden else theirs.first)
-
-
 def test_generation_after_the_last() -> None:
     """After the largest generation of a row comes 0; the row is written, and readers see a change."""
     segment, _ = read_segment((0xFFFFFFFF, b"a"))
