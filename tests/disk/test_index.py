@@ -157,7 +157,7 @@ def test_slot_that_could_not_be_written_is_taken_last() -> None:
     assert take(index, 1) == [bad]
 
 
-def test_block_whose_eviction_failed_is_tried_after_the_others() -> None:
+def test_block_after_a_failed_eviction_is_tried_last() -> None:
     """One row that can't be written does not stop evictions: the next victims are the other blocks."""
     index, places = filled(4, 4)
     (failed,) = index.evict(1, 0)
