@@ -188,7 +188,13 @@ class _Damaged(Holdings):
         return len(blocks)
 
 
-def test_scrub_reports_its_findings_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+class DamagedBackend(MemoryBackend):
+    """Its namespace has damaged blocks only."""
+
+    holdings_type = f"{__name__}:_Damaged"
+
+
+def test_scrub_reports_its_findings_at_its_deadline() -> None:
     """Damage found so far is reported, and no block is removed any more, because removal takes time, too."""
     late = Deadline("1us")
     seen = 0
@@ -199,8 +205,7 @@ def test_scrub_reports_its_findings_at_its_deadline(monkeypatch: pytest.MonkeyPa
         if seen == 3:
             late.check()
 
-    monkeypatch.setattr(MemoryBackend, "holdings_type", f"{__name__}:_Damaged")
-    with Medium(parse_tier("memory")) as medium:
+    with Medium(parse_tier(json.dumps({"type": f"{__name__}:DamagedBackend"}))) as medium:
         result = scrub(medium, [NamespaceInfo("ab" * 32)], dry=False, on_block=on_block)
     assert (len(result.faults), result.set_aside, _Damaged.removed) == (3, 0, 0)
     assert "did not end within" in result.error

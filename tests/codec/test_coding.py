@@ -276,11 +276,11 @@ def test_a_codec_without_an_id_is_refused() -> None:
         namespace_with_codecs(NAMESPACE, ["tests.codec.third_party:Unnumbered"])
 
 
-@pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
+@pytest.mark.parametrize("defect", ["raises", "memory", "counts", "sizes"])
 def test_a_codec_with_a_defect_costs_only_its_own_blocks(
     defect: str, touchy: type[Touchy], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A payload that the codec fails on is a miss and is not quarantined; the others in the batch are read."""
+    """A payload that the codec fails on, or lacks memory for, is a miss and is not quarantined; others are read."""
     monkeypatch.setattr("kvstore.codec.chain._warned", set())
     blocks = [bytes([place]) * SLOT for place in range(4)]
     records = Coding([TOUCHY]).write(blocks)
@@ -308,17 +308,6 @@ def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(touchy: t
     records = Coding([TOUCHY]).write(blocks)
     touchy.defect = "fails"
     assert Coding([TOUCHY]).read(records, SLOT) == ["codec", "codec"]
-
-
-def test_a_codec_that_lacks_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A good record is not removed."""
-    records = Coding("zstd").write([numbers(SLOT)])
-
-    def no_memory(*arguments: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("kvstore.codec.zstd.Zstd.decode", no_memory)
-    assert Coding("zstd").read(records, SLOT) == ["codec"]
 
 
 def test_numbers_of_chains() -> None:

@@ -86,6 +86,8 @@ class Touchy(Codec):
         match self.defect:
             case "raises":
                 raise KeyError(sources)
+            case "memory":
+                raise MemoryError
             case "counts":
                 return sizes[1:]
             case "sizes":

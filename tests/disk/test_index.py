@@ -147,14 +147,45 @@ def test_ages_go_on_for_ever() -> None:
     assert index.evict(8, 0) == places[:7]
 
 
-def test_victim_is_found_behind_many_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
-    monkeypatch.setattr(ages_module, "_CANDIDATES", 2)
+def test_slot_that_could_not_be_written_is_taken_last() -> None:
+    """A store that failed in a slot is not followed by others there while the segment has other free slots."""
+    index = Index(8)
+    open_segment(index, 8)
+    (bad, *_) = take(index, 2)
+    index.rest((bad,))
+    assert len(take(index, 6)) == 6
+    assert take(index, 1) == [bad]
+
+
+def test_block_after_a_failed_eviction_is_tried_last() -> None:
+    """One row that can't be written does not stop evictions: the next victims are the other blocks."""
     index, places = filled(4, 4)
-    index.pin(places[:7])
-    assert index.evict(8, 0) == places[7:]
-    index.unpin(places[:6])
-    assert index.evict(8, 0) == places[:6]
+    (failed,) = index.evict(1, 0)
+    index.stay((failed,))
+    assert index.evict(8, 0) == [*places[1:], failed]
+
+
+def test_evictions_in_vain_are_bounded_over_all_calls() -> None:
+    """While stores fail, a share of the blocks departs, however often room is needed; after a success more may."""
+    index, places = filled(64)
+    index.note_failures(places[-2:])
+    share = index.evict(64, 0)
+    assert 0 < len(share) < 64
+    index.leave(share)
+    assert index.evict(64, 0) == []
+    add(index, take(index, 1))
+    assert len(index.evict(64, 0)) == 64 - len(share) + 1
+
+
+def test_victim_is_found_behind_many_pinned_blocks() -> None:
+    """The search for victims, which looks at some slots of an age at a time, passes over all that are in use."""
+    count = 2 * ages_module._CANDIDATES
+    index, places = filled(count, count)
+    pinned = places[: 2 * count - 1]
+    index.pin(pinned)
+    assert index.evict(len(places), 0) == places[len(pinned) :]
+    index.unpin(pinned[:-1])
+    assert index.evict(len(places), 0) == pinned[:-1]
 
 
 def test_key_with_the_digest_of_another_is_absent() -> None:

@@ -8,7 +8,7 @@ import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -215,15 +215,21 @@ class Stubborn(MemoryBackend):
             await asyncio.sleep(3600)
 
 
-def test_a_disk_is_there_without_its_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+class BadlyRead(DiskBackend):
+    """A disk with such a reader."""
+
+    its_reader: ClassVar[Stubborn]
+
+    def reader(self) -> Stubborn:
+        return self.its_reader
+
+
+def test_a_disk_is_there_without_its_reader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A reader that can't be opened costs the disk nothing; one that does not close may still use the memory."""
-    reader = Stubborn(MemoryConfig())
-    monkeypatch.setattr(DiskBackend, "reader", lambda _: reader)
+    reader = BadlyRead.its_reader = Stubborn(MemoryConfig())
     region = Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES)
     primary = PrimaryTier(region.view(), SLOT_BYTES)
-    options = {"backend": "file", "path": str(tmp_path), "capacity": "64MiB", "io": "process"}
+    options = {"backend": f"{__name__}:BadlyRead", "path": str(tmp_path), "capacity": "64MiB", "io": "process"}
     lender = Lender(primary)
     tier = open_tier(options, primary=region.view(), slot_bytes=SLOT_BYTES, namespace=NAMESPACE, lender=lender)
     assert tier.io_pid is not None and lender.backends == [reader]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from kvstore.backends.redis.resp import Filled, Reply
 from kvstore.testing.records import RecordMaker
 from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, opened
+from tests.redis.fake_server import fake_server
 from tests.redis.servers import Server, cli
 
 
@@ -92,3 +94,28 @@ async def test_a_lost_part_is_a_miss_and_the_rest_goes(redis_server: Server, los
     assert maker.content(target) == payload
     await backend.delete([key])
     assert cli(redis_server, "EXISTS", *names).strip() == "0"
+
+
+async def test_a_store_refused_in_the_middle_removes_its_parts() -> None:
+    """A server without memory for one part gets those before it back; no lookup would ever find them."""
+    size = 3 * PART_BYTES
+    stored: set[bytes] = set()
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        verb, name = command[:2]
+        if verb == b"SET" and name.endswith(b":2"):
+            writer.write(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n")
+        elif verb == b"SET":
+            stored.add(name)
+            writer.write(b"+OK\r\n")
+        else:
+            writer.write(b":%d\r\n" % (name in stored))
+            if verb == b"UNLINK":
+                stored.discard(name)
+
+    async with fake_server(script) as server:
+        backend = await opened(server, size)
+        maker = RecordMaker(NAMESPACE, RecordGeometry(256, size), random.Random(1))
+        assert await backend.put([maker.write(maker.key(), maker.payload())]) == [Outcome.NO_SPACE]
+        assert [command[0] for command in server.commands].count(b"SET") > 1
+        assert stored == set()

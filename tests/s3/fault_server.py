@@ -63,6 +63,8 @@ class Fault(enum.StrEnum):
     HTML_PAGE = "html_page"  # 200, with a proxy's HTML page.
     ENDLESS = "endless"  # 500, with an endless body.
     LATE = "late"  # A right answer after ``delay_s``.
+    UNCONDITIONAL = "unconditional"  # 501 for a condition; other requests are answered.
+    RESTARTS = "restarts"  # A list begins at its first name, whatever the query says.
 
 
 _STATUS = {
@@ -71,6 +73,7 @@ _STATUS = {
     Fault.FORBIDDEN: (403, "AccessDenied"),
     Fault.NOT_FOUND: (404, "NoSuchKey"),
     Fault.PRECONDITION: (412, "PreconditionFailed"),
+    Fault.UNCONDITIONAL: (501, "NotImplemented"),
     Fault.KEY_DISABLED: (400, "KMS.DisabledException"),
     Fault.BAD_RANGE: (416, "InvalidRange"),
     Fault.XML_ERROR: (200, "InternalError"),
@@ -326,6 +329,11 @@ class _Connection(asyncio.BufferedProtocol):
         if "aws-chunked" in headers.get("content-encoding", ""):
             body = _decode_chunks(body)[0]
         fault = world.plan.next(method, target)
+        if fault is Fault.RESTARTS:
+            target = "&".join(each for each in target.split("&") if not each.startswith("start-after="))
+            fault = None
+        if fault is Fault.UNCONDITIONAL and "if-none-match" not in headers:
+            fault = None
         if fault is None:
             self._send(world.store.answer(method, target, headers, body), method)
             self._read_on()

@@ -508,3 +508,12 @@ async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: ran
     # A delete removes both copies.
     await third.delete([bad])
     assert await third.exists(list(blocks)) == [False, True, True]
+
+
+async def test_a_pack_cut_short_is_no_success(faults: FaultServer, rng: random.Random) -> None:
+    """A read of a pack that returns fewer bytes than its records have is corrupt, because a slot has old bytes."""
+    engine = await opened(faults, **PACKED, prefix=fresh_prefix())
+    blocks = blocks_of(rng, 3)
+    assert set(await engine.put(writes_of(blocks))) == {Outcome.OK}
+    faults.plan("short_object", methods=["GET"])
+    assert set(await engine.get_into(reads_of(blocks))) == {Outcome.CORRUPT}

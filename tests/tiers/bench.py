@@ -79,11 +79,12 @@ class Bench:
         events: bool = True,
         verifies_events: bool = False,
         access_events: bool = False,
+        channel: FakeChannel | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
         self.numbers: dict[int, int] = {}
-        self.channel = FakeChannel()
+        self.channel = channel or FakeChannel()
         config = decode_config(TierConfig, options, where="test tier")
         self.tier = AsyncTier(
             cast(Any, self.channel),

@@ -41,7 +41,7 @@ from kvstore.types import (
     TierEvent,
     TransferJob,
 )
-from tests.tiers.bench import SLOT, Bench, job
+from tests.tiers.bench import SLOT, Bench, FakeChannel, job
 
 
 def test_an_exclusive_tier_answers_in_the_same_call() -> None:
@@ -337,20 +337,21 @@ def test_a_tenant_is_forgotten_by_the_next_process() -> None:
     assert bench.tier.forget(b"tenant")
 
 
-def test_a_drain_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+class LostChannel(FakeChannel):
+    """A channel whose process is killed at the first message."""
+
+    def send(self, messages: Sequence[ToIO]) -> None:
+        self.answers.append(HostDown("killed"))
+
+    def wait(self, timeout_s: float) -> bool:
+        assert self.answers, "nothing else would end this wait"
+        return True
+
+
+def test_a_drain_ends_with_the_process() -> None:
     """The next process does not answer the drain; all jobs have failed, so none is left to wait for."""
-    bench = Bench()
+    bench = Bench(channel=LostChannel())
     bench.tier.submit_store(job(1, [b"a"]))
-
-    def lost(messages: Sequence[ToIO]) -> None:
-        bench.channel.answers.append(HostDown("killed"))
-
-    def wait(timeout_s: float) -> bool:
-        bench.now += timeout_s
-        return bool(bench.channel.answers)
-
-    monkeypatch.setattr(bench.channel, "send", lost)
-    monkeypatch.setattr(bench.channel, "wait", wait)
     assert bench.tier.drain(5.0)
 
 

@@ -176,23 +176,28 @@ async def test_payloads_end_with_a_page_where_headers_do(alignment: int, ends: s
 
 
 class Misfit(MemoryBackend):
-    """Its records never fit the buffers."""
+    """A medium of this engine alone, whose records never fit the buffers."""
+
+    exclusive = True
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         return [Outcome.CORRUPT] * len(reads)
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
-async def test_record_of_another_length_is_set_aside_if_exclusive(
-    exclusive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SharedMisfit(Misfit):
+    """The same on a shared medium."""
+
+    exclusive = False
+
+
+@pytest.mark.parametrize("medium", [Misfit, SharedMisfit])
+async def test_record_of_another_length_is_set_aside_if_exclusive(medium: type[Misfit]) -> None:
     """On a shared medium it may be an intact record of an engine with longer blocks."""
-    monkeypatch.setattr(Misfit, "exclusive", exclusive)
-    backend = Misfit(MemoryConfig())
+    backend = medium(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     job = await loaded_from(backend)
     assert list(job.outcomes) == [Outcome.CORRUPT]
-    assert (job.suspects, job.refused) == (([b"key"], []) if exclusive else ([], [b"key"]))
+    assert (job.suspects, job.refused) == (([b"key"], []) if medium.exclusive else ([], [b"key"]))
 
 
 class Stuck(MemoryBackend):
@@ -224,22 +229,21 @@ async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends
     assert put == [b"other"], "an unreadable record is not reported as present"
 
 
+class Down(MemoryBackend):
+    """Its reads fail."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        raise BackendUnavailableError("down", backend="memory")
+
+
 @pytest.mark.parametrize("trouble", ["down", "gone", None])
-async def test_record_damaged_on_a_second_read_is_set_aside(
-    trouble: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_record_damaged_on_a_second_read_is_set_aside(trouble: str | None) -> None:
     """A damaged record is not reported if it is gone or unreadable by now; one that is still damaged is."""
-    backend = MemoryBackend(MemoryConfig())
+    backend = (Down if trouble == "down" else MemoryBackend)(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     if trouble != "gone":
         await backend.put([RecordWrite(b"key", [memoryview(bytes(backend.alignment)), memoryview(bytes(SLOT))])])
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
-
-    async def down(reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        raise BackendUnavailableError("down", backend="memory")
-
-    if trouble == "down":
-        monkeypatch.setattr(backend, "get_into", down)
     assert await mover.reread_damaged([b"key"]) == ([] if trouble else [b"key"])
     mover.close()
     await backend.close()

@@ -91,10 +91,12 @@ class Recorder(MemoryBackend):
 
 
 @asynccontextmanager
-async def opened(failures: int = 0) -> AsyncIterator[tuple[TierIO, Recorder, list[FromIO]]]:
+async def opened(
+    failures: int = 0, medium: type[Recorder] = Recorder
+) -> AsyncIterator[tuple[TierIO, Recorder, list[FromIO]]]:
     """Open an I/O half; yield it, its backend, and its messages. The first openings of the medium may fail."""
     options = {"breaker_cooldown": "1ms", "required": not failures}
-    backend, said = Recorder(decode_config(MemoryConfig, options, where="test")), list[FromIO]()
+    backend, said = medium(decode_config(MemoryConfig, options, where="test")), list[FromIO]()
     backend.failures = failures
     with memoryview(bytearray(8 * SLOT)) as primary:
         spec = TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT)
@@ -134,18 +136,20 @@ async def test_an_epoch_does_not_change_under_a_store() -> None:
         assert kinds(said) == [JobDone, EpochBegun, PresenceComplete]
 
 
-async def test_a_block_evicted_before_its_put_has_ended_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+class Evicting(Recorder):
+    """Evicts a block during the call that stores it."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        outcomes = await super().put(writes)
+        assert list(await self.delete([b"a"])) == [True]
+        self._removal_listener([b"a"], RemovalCause.EVICTED)
+        return outcomes
+
+
+async def test_a_block_evicted_before_its_put_has_ended_is_not_reported() -> None:
     """The removal is reported first, so a later report of the store would make an absent block present."""
-    async with opened() as (half, backend, said):
+    async with opened(medium=Evicting) as (half, backend, said):
         backend.may_answer.set()
-
-        async def put_and_evict(writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-            outcomes = await Recorder.put(backend, writes)
-            assert list(await backend.delete([b"a"])) == [True]
-            backend._removal_listener([b"a"], RemovalCause.EVICTED)
-            return outcomes
-
-        monkeypatch.setattr(backend, "put", put_and_evict)
         said.clear()
         half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60), Drain(1)])
         async with asyncio.timeout(30):
@@ -228,30 +232,31 @@ async def test_a_medium_that_refuses_is_closed_before_it_is_opened_again() -> No
         assert backend.calls == ["open ", "close", "open ", "close", "open "]
 
 
-async def test_a_scan_that_fails_is_not_authoritative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The medium is queried for blocks that the scan did not reach; after a complete scan they are misses."""
+class Unreadable(Recorder):
+    """Its scan fails after the first block."""
 
-    async def broken(self: Recorder) -> AsyncIterator[Sequence[BlockKey]]:
+    async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
         yield [b"a"]
         raise BackendError("unreadable", backend=self.name)
 
-    for is_whole in (True, False):
-        if not is_whole:
-            monkeypatch.setattr(Recorder, "scan_keys", broken)
-        async with opened() as (_, _, said):
-            (complete,) = [message for message in said if isinstance(message, PresenceComplete)]
-            assert complete.exclusive is is_whole
+
+@pytest.mark.parametrize(("medium", "is_whole"), [(Recorder, True), (Unreadable, False)])
+async def test_a_scan_that_fails_is_not_authoritative(medium: type[Recorder], is_whole: bool) -> None:
+    """The medium is queried for blocks that the scan did not reach; after a complete scan they are misses."""
+    async with opened(medium=medium) as (_, _, said):
+        (complete,) = [message for message in said if isinstance(message, PresenceComplete)]
+        assert complete.exclusive is is_whole
 
 
-async def test_a_damaged_block_is_reported_after_its_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_damaged_block_is_reported_after_its_quarantine() -> None:
     """The quarantine precedes the report; otherwise a new record of the block might be quarantined."""
     gate = asyncio.Event()
 
-    async def quarantine(self: Recorder, keys: Sequence[BlockKey]) -> None:
-        await gate.wait()
+    class Quarantining(Recorder):
+        async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+            await gate.wait()
 
-    monkeypatch.setattr(Recorder, "quarantine", quarantine)
-    async with opened() as (half, backend, said):
+    async with opened(medium=Quarantining) as (half, backend, said):
         await backend.put([RecordWrite(b"a", [memoryview(bytes(backend.alignment + SLOT))])])
         said.clear()
         half.deliver([SubmitJob(1, JobKind.LOAD, (b"a",), (0,), time.monotonic() + 60)])
@@ -265,21 +270,21 @@ async def test_a_damaged_block_is_reported_after_its_quarantine(monkeypatch: pyt
         ]
 
 
-async def test_closing_the_tier_does_not_cancel_a_close_of_its_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_the_tier_does_not_cancel_a_close_of_its_medium() -> None:
     """A started close of the medium is completed, because a half-closed medium may stay locked."""
     gate, ends = asyncio.Event(), list[str]()
 
-    async def close(self: Recorder) -> None:
-        try:
-            await gate.wait()
-        except asyncio.CancelledError:
-            ends.append("cancelled")
-            raise
-        await MemoryBackend.close(self)
-        ends.append("closed")
+    class Closing(Recorder):
+        async def close(self) -> None:
+            try:
+                await gate.wait()
+            except asyncio.CancelledError:
+                ends.append("cancelled")
+                raise
+            await super().close()
+            ends.append("closed")
 
-    async with opened() as (half, _, _):
-        monkeypatch.setattr(Recorder, "close", close)
+    async with opened(medium=Closing) as (half, _, _):
         half.deliver([BeginEpoch(1, "e1")])
         await turns()
         closing = asyncio.create_task(half.close())
@@ -332,16 +337,16 @@ async def test_a_block_removed_during_its_store_is_never_reported_as_present() -
         assert await backend.exists([b"a", b"b"]) == [False, True]
 
 
-async def test_recovery_waits_while_the_receiver_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recovery_waits_while_the_receiver_is_behind() -> None:
     """Recovery pauses for a slow receiver; otherwise answers would queue behind millions of recovered keys."""
     keys = [b"%d" % number for number in range(10_000)]
 
-    async def scan_keys(self: Recorder) -> AsyncIterator[Sequence[BlockKey]]:
-        yield keys
+    class Recovering(Recorder):
+        async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
+            yield keys
 
-    monkeypatch.setattr(Recorder, "scan_keys", scan_keys)
     room, said = asyncio.Event(), list[FromIO]()
-    backend = Recorder(MemoryConfig())
+    backend = Recovering(MemoryConfig())
     with memoryview(bytearray(SLOT)) as primary:
         spec = TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT)
 
@@ -393,14 +398,16 @@ async def test_failures_of_a_tier_without_its_medium_name_the_reason() -> None:
         assert all("the medium is away" in error for error in errors), errors
 
 
-async def test_a_block_that_could_not_be_put_is_not_reported_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
+class Erring(Recorder):
+    """Stores one block only."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        return [Outcome.OK if write.key == b"a" else Outcome.IO_ERROR for write in writes]
+
+
+async def test_a_block_that_could_not_be_put_is_not_reported_as_present() -> None:
     """A block whose put failed is not reported, because it would be a hit whose load fails."""
-    async with opened() as (half, backend, said):
-
-        async def put(writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-            return [Outcome.OK if write.key == b"a" else Outcome.IO_ERROR for write in writes]
-
-        monkeypatch.setattr(backend, "put", put)
+    async with opened(medium=Erring) as (half, _, said):
         half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60)])
         await turns()
         [done] = [message for message in said if isinstance(message, JobDone)]

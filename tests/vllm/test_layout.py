@@ -151,10 +151,21 @@ def test_a_layout_that_vllm_does_not_certify_is_not_used(monkeypatch: pytest.Mon
     assert not connect([FULL]).canonical_layout
 
 
-def test_vllms_own_manager_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def choosing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every spec choose the canonical layout, with further changes of its configuration as the parameter."""
+    changes = getattr(request, "param", {})
+
+    def choose(config: OffloadingConfig, known: EngineContext) -> OffloadingConfig:
+        of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
+        return dataclasses.replace(config, canonical_layout=True, parallel=of_all, **changes)
+
+    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", choose)
+
+
+@pytest.mark.usefixtures("choosing")
+def test_vllms_own_manager_keeps_vllms_own_layout(tmp_path: Path) -> None:
     """Rows are canonical by default under kvstore's manager; under vLLM's only without vLLM's own tiers."""
-    canonical = dataclasses.replace(offloading_config([{"type": "memory"}]), canonical_layout=True)
-    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", lambda config, known: canonical)
     assert make_spec(offloading_config([{"type": "memory"}])).config.canonical_layout
     theirs = offloading_config([{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path)}])
     assert make_spec(theirs).config.canonical_layout
@@ -209,17 +220,6 @@ def test_canonical_rows_of_workers_alone_fail_the_start(tmp_path: Path) -> None:
         region.cleanup()
 
 
-@pytest.fixture
-def choosing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every spec choose the canonical layout."""
-
-    def choose(config: OffloadingConfig, known: EngineContext) -> OffloadingConfig:
-        of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
-        return dataclasses.replace(config, canonical_layout=True, parallel=of_all)
-
-    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", choose)
-
-
 def kv_caches(portable: bool) -> CanonicalKVCaches:
     """Return the KV cache of one layer, mapped or not."""
     page = 8192
@@ -255,17 +255,11 @@ def test_rows_that_are_not_canonical_are_not_shared(
     assert "not counted" not in caplog.text
 
 
+@pytest.mark.parametrize("choosing", [{"replicated_layout": True}], indirect=True)
+@pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("direct_is_replicated", [False, True])
-def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
-    monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool
-) -> None:
+def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(direct_is_replicated: bool) -> None:
     """With latent attention all ranks share one copy in a canonical row; workers and scheduler fall back together."""
-
-    def choose(config: OffloadingConfig, known: EngineContext) -> OffloadingConfig:
-        of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
-        return dataclasses.replace(config, canonical_layout=True, replicated_layout=True, parallel=of_all)
-
-    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", choose)
     config = offloading_config(
         [{"type": "memory"}],
         parallel=parallel(world_size=2, tp_size=2),
