@@ -90,10 +90,14 @@ class CodecTests:
         """Encode payloads into targets of ``encoded_bytes_max()``, and check that they fit."""
         targets = [GuardedBuffer(codec.encoded_bytes_max(len(payload))) for payload in payloads]
         sizes = codec.encode([memoryview(payload) for payload in payloads], [target.view for target in targets])
-        assert len(sizes) == len(payloads), f"{len(sizes)} sizes for {len(payloads)} payloads"
-        assert all(target.guards_intact for target in targets), "encode wrote outside of a target"
+        assert len(sizes) == len(payloads), f"{len(sizes)} sizes for {len(payloads)} payloads: return one of each"
+        assert all(target.guards_intact for target in targets), (
+            "encode wrote outside of a target: check its length first"
+        )
         for payload, size in zip(payloads, sizes, strict=True):
-            assert size is not None, f"{len(payload)} bytes don't fit into encoded_bytes_max() of them"
+            assert size is not None, (
+                f"encode returned None for {len(payload)} bytes in encoded_bytes_max(): state the worst case"
+            )
         return [bytes(target.view[:size]) for target, size in zip(targets, sizes, strict=True)]
 
     def decoded(
@@ -102,8 +106,10 @@ class CodecTests:
         """Decode payloads into targets of these lengths, in guarded memory."""
         targets = [GuardedBuffer(length) for length in lengths]
         sizes = codec.decode(wire_id, [memoryview(source) for source in sources], [target.view for target in targets])
-        assert len(sizes) == len(sources), f"{len(sizes)} sizes for {len(sources)} payloads"
-        assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
+        assert len(sizes) == len(sources), f"{len(sizes)} sizes for {len(sources)} payloads: return one of each"
+        assert all(target.guards_intact for target in targets), (
+            "decode wrote outside of a target: check its length first"
+        )
         return [None if size is None else bytes(t.view[:size]) for t, size in zip(targets, sizes, strict=True)]
 
     @with_seed
@@ -115,7 +121,7 @@ class CodecTests:
             (stored,) = self.encoded(codec, [payload])
             for reader in (codec, self.make_reader()):
                 (back,) = self.decoded(reader, codec.wire_id, [stored], [size])
-                assert back == payload, f"a payload of {size} bytes came back different"
+                assert back == payload, f"a payload of {size} bytes came back different: decode must need no option"
 
     @with_seed
     def test_buffers_of_all_kinds(self) -> None:
@@ -128,17 +134,24 @@ class CodecTests:
                 source.view[:] = payload
                 target = GuardedBuffer(codec.encoded_bytes_max(size), kind)
                 (stored,) = codec.encode([source.view.toreadonly()], [target.view])
-                assert stored is not None and target.guards_intact, f"{kind}, {size} bytes: it did not fit"
+                assert stored is not None and target.guards_intact, (
+                    f"{kind}, {size} bytes: encode returned None or wrote outside of its target"
+                )
                 back = GuardedBuffer(size, kind)
                 (length,) = codec.decode(codec.wire_id, [target.view[:stored].toreadonly()], [back.view])
-                assert (length, bytes(back.view)) == (size, payload), f"{kind}, {size} bytes came back different"
-                assert back.guards_intact and bytes(source.view) == payload, f"{kind}, {size} bytes: memory changed"
+                assert (length, bytes(back.view)) == (size, payload), (
+                    f"{kind}, {size} bytes came back different: assume neither alignment nor a writable source"
+                )
+                assert back.guards_intact and bytes(source.view) == payload, (
+                    f"{kind}, {size} bytes: memory changed: write only into targets"
+                )
 
     @with_seed
     def test_batches(self) -> None:
         """Batches of any lengths, including empty payloads, are decoded unchanged from any memory layout."""
         codec = self.make_codec()
-        assert list(codec.encode([], [])) == [] and list(codec.decode(codec.wire_id, [], [])) == []
+        assert list(codec.encode([], [])) == [], "an empty batch: return an empty list from encode"
+        assert list(codec.decode(codec.wire_id, [], [])) == [], "an empty batch: return an empty list from decode"
         for lengths in (
             [4096] * 9,
             [100, 100, 200, 200, 1, 0, 3],
@@ -147,7 +160,9 @@ class CodecTests:
         ):
             payloads = [self.payload(length) for length in lengths]
             stored = self.encoded(codec, payloads)
-            assert self.decoded(codec, codec.wire_id, stored, lengths) == payloads, f"batch of {lengths}"
+            assert self.decoded(codec, codec.wire_id, stored, lengths) == payloads, (
+                f"a batch of {lengths} bytes came back different: treat each payload by itself"
+            )
             # The same batch in one piece of memory, with evenly spaced sources and targets.
             row = max(map(codec.encoded_bytes_max, lengths)) + 1
             whole = memoryview(bytearray(2 * row * len(lengths)))
@@ -157,7 +172,9 @@ class CodecTests:
                 source[:] = payload
             again = codec.encode(sources, targets)
             read = [bytes(target[:size]) for target, size in zip(targets, again, strict=True)]
-            assert self.decoded(codec, codec.wire_id, read, lengths) == payloads, f"batch of {lengths} in one piece"
+            assert self.decoded(codec, codec.wire_id, read, lengths) == payloads, (
+                f"a batch of {lengths} bytes in one piece of memory came back different: use only the given views"
+            )
 
     @with_seed
     def test_short_targets(self) -> None:
@@ -168,15 +185,19 @@ class CodecTests:
             stored = self.encoded(codec, payloads)
             rooms = [GuardedBuffer(self.rng.randrange(size), "odd") for _ in payloads]
             sizes = codec.encode([memoryview(payload) for payload in payloads], [room.view for room in rooms])
-            assert all(room.guards_intact for room in rooms), "encode wrote outside of a target"
+            assert all(room.guards_intact for room in rooms), "encode wrote outside of a target: check its length first"
             for payload, room, length in zip(payloads, rooms, sizes, strict=True):
                 if length is not None:
                     (back,) = self.decoded(codec, codec.wire_id, [bytes(room.view[:length])], [size])
-                    assert back == payload, f"encode put {size} bytes into {length}, which decode to other bytes"
+                    assert back == payload, (
+                        f"encode put {size} bytes into {length}, which decode to other bytes: return None"
+                    )
             lengths = [size, self.rng.randrange(size), size]
             first, short, last = self.decoded(codec, codec.wire_id, stored, lengths)
-            assert (first, last) == (payloads[0], payloads[2]), "a payload that does not fit spoiled others"
-            assert short is None, f"{size} bytes became {lengths[1]}"
+            assert (first, last) == (payloads[0], payloads[2]), (
+                "a payload that does not fit spoiled others: continue with the rest of the batch"
+            )
+            assert short is None, f"{size} bytes became {lengths[1]}: return None if the target is too short"
 
     @with_seed
     def test_threads_share_a_codec(self) -> None:
@@ -190,7 +211,9 @@ class CodecTests:
             return back == mine
 
         with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(round_trip, range(12))), "a payload came back different"
+            assert all(pool.map(round_trip, range(12))), (
+                "a payload came back different: threads share the codec, so keep no scratch memory on it"
+            )
 
     @with_seed
     def test_mutated_payloads(self) -> None:
@@ -207,9 +230,15 @@ class CodecTests:
             sources[good] = memoryview(stored[good])
             sizes = codec.decode(codec.wire_id, sources, views)
             for size, view in zip(sizes, views, strict=True):
-                assert size is None or 0 <= size <= view.nbytes, f"decode returned {size} for {view.nbytes} bytes"
-            assert sizes[good] == lengths[good] and views[good] == payloads[good], "bad payloads spoiled a good one"
-        assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
+                assert size is None or 0 <= size <= view.nbytes, (
+                    f"decode returned {size} for a target of {view.nbytes} bytes: return None for a bad payload"
+                )
+            assert sizes[good] == lengths[good] and views[good] == payloads[good], (
+                "bad payloads spoiled a good one: return None for each bad one, and continue"
+            )
+        assert all(target.guards_intact for target in targets), (
+            "decode wrote outside of a target: check its length first"
+        )
 
     @with_seed
     def test_noise(self) -> None:
@@ -219,7 +248,9 @@ class CodecTests:
         with memory_rise() as rise:
             for _ in range(20):
                 self.decoded(codec, codec.wire_id, sources, [len(source) for source in sources])
-        assert rise.bytes <= self.memory_rise_max, f"memory rose by {rise.bytes} bytes for noise"
+        assert rise.bytes <= self.memory_rise_max, (
+            f"memory rose by {rise.bytes} bytes for noise: check declared sizes before allocating"
+        )
 
     @with_seed
     def test_bombs(self) -> None:
@@ -230,8 +261,12 @@ class CodecTests:
         for number, bomb in enumerate([zeros, *self.bombs()]):
             with memory_rise() as rise:
                 sizes = codec.decode(codec.wire_id, [memoryview(bomb)] * 2, [target.view] * 2)
-            assert list(sizes) == [None, None], f"bomb {number}: {sizes}"
-            assert rise.bytes <= self.memory_rise_max, f"bomb {number}: memory rose by {rise.bytes} bytes"
+            assert list(sizes) == [None, None], (
+                f"bomb {number}: {sizes}, expected None: stop at the length of the target"
+            )
+            assert rise.bytes <= self.memory_rise_max, (
+                f"bomb {number}: memory rose by {rise.bytes} bytes: check declared sizes before allocating"
+            )
             assert target.guards_intact, f"bomb {number}: bytes were written outside of the target"
 
     def mutated(self, source: bytes) -> bytes:

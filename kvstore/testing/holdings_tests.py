@@ -50,14 +50,20 @@ class HoldingsTests(BackendHarness):
         async with self._holdings(backend) as holdings:
             if self.lists_namespaces:
                 found = await holdings.namespaces()
-                assert found is not None, "namespaces: None, expected a list"
-                assert {each.hex for each in found} == {self.namespace.hex, _OTHER.hex}, f"namespaces: {found}"
+                assert found is not None, "namespaces is None: return a list, or set lists_namespaces to False"
+                assert {each.hex for each in found} == {self.namespace.hex, _OTHER.hex}, (
+                    f"namespaces: {found}; list each namespace of the medium once"
+                )
             blocks = await self._scanned(holdings)
-        assert sorted(block.key for block in blocks) == sorted(stored), "scan: keys are wrong or repeated"
+        assert sorted(block.key for block in blocks) == sorted(stored), (
+            "scan: keys are missing, repeated or altered; yield every block once, with its key as it was put"
+        )
         for block in blocks:
             payload_bytes = len(stored[block.key])
-            assert block.size_bytes >= HEADER_BYTES + payload_bytes, f"{block}: shorter than its record"
-            assert not block.used_at or begun - _CLOCK_S < block.used_at < time.time() + _CLOCK_S, f"{block}: last use"
+            assert block.size_bytes >= HEADER_BYTES + payload_bytes, f"{block}: size_bytes counts header and payload"
+            assert not block.used_at or begun - _CLOCK_S < block.used_at < time.time() + _CLOCK_S, (
+                f"{block}: used_at is a Unix time in seconds, or 0 if unknown"
+            )
 
     @in_loop
     async def test_records_are_read_whole(self) -> None:
@@ -66,7 +72,7 @@ class HoldingsTests(BackendHarness):
         async with self._holdings(backend) as holdings:
             blocks = await self._scanned(holdings)
             read = await self._verified(holdings, blocks)
-        assert read == stored, "records: payloads differ from the stored ones"
+        assert read == stored, "records differ from the stored ones: return header and payload, from the first byte"
 
     @in_loop
     async def test_named_blocks_are_looked_up(self) -> None:
@@ -75,15 +81,21 @@ class HoldingsTests(BackendHarness):
         absent = self.maker(backend).key()
         async with self._holdings(backend) as holdings:
             wanted = [*stored, absent, b"of another namespace"]
-            assert await holdings.present(self._info(), wanted) == set(stored)
-            assert await holdings.present(self._info(_OTHER), wanted) == {b"of another namespace"}
+            assert await holdings.present(self._info(), wanted) == set(stored), (
+                "present: answer for the namespace and keys asked"
+            )
+            assert await holdings.present(self._info(_OTHER), wanted) == {b"of another namespace"}, (
+                "present found blocks of another namespace, or missed one: look up each key in the namespace given"
+            )
             gone = next(iter(stored))
             await holdings.remove(
                 self._info(),
                 [block for block in await self._scanned(holdings) if block.key == gone],
                 RemovalCause.EXPIRED,
             )
-            assert await holdings.present(self._info(), [gone]) == set(), "a removed block is present"
+            assert await holdings.present(self._info(), [gone]) == set(), (
+                "a removed block is present: remove it from the medium and from what you keep"
+            )
             if self.lists_namespaces:
                 described = await holdings.described()
                 assert {each.hex for each in described or ()} == {self.namespace.hex, _OTHER.hex}, f"{described}"
@@ -97,10 +109,14 @@ class HoldingsTests(BackendHarness):
         engine = await self.opened_backend(await self._again(backend))
         async with self._holdings(backend) as holdings:
             blocks = await self._scanned(holdings)
-            assert set(await self._verified(holdings, blocks)) == set(stored)
+            assert set(await self._verified(holdings, blocks)) == set(stored), (
+                "read: return each record that scan listed"
+            )
             stale = await holdings.stale_items()
-        assert not stale, f"stale on a clean medium: {stale}"
-        assert await self.get_all(engine, list(stored)) == list(stored.values()), "the inspection changed a block"
+        assert not stale, f"stale on a clean medium: {stale}; list only items that no engine will use again"
+        assert await self.get_all(engine, list(stored)) == list(stored.values()), (
+            "the inspection changed a block: open the medium for reading, and take no lock"
+        )
 
     @in_loop
     async def test_an_engine_may_store_and_remove_meanwhile(self) -> None:
@@ -120,12 +136,16 @@ class HoldingsTests(BackendHarness):
                     await self.put_all(engine, {key: more[key]})
             if self.deletes:
                 await engine.delete(gone)
-            assert set(stored) <= {block.key for block in blocks} <= set(stored) | set(more)
+            assert set(stored) <= {block.key for block in blocks} <= set(stored) | set(more), (
+                "scan: a block from before the scan is missing, or one was never stored: list each block once"
+            )
             read = await self._verified(holdings, blocks)
         assert set(kept) <= set(read) and read.items() <= (stored | more).items(), (
             "a block was read wrong or not at all"
         )
-        assert not (self.deletes and self.erases and set(gone) & set(read)), "a deleted block was read"
+        assert not (self.deletes and self.erases and set(gone) & set(read)), (
+            "a deleted block was read: return None for it, or set erases to False"
+        )
 
     @in_loop
     async def test_damage_is_read_as_damage_and_taken_away_alone(self) -> None:
@@ -138,11 +158,17 @@ class HoldingsTests(BackendHarness):
         await backend.close()
         async with self._holdings(backend) as holdings:
             (block,) = [each for each in await self._scanned(holdings) if each.key == bad]
-            assert await self._verified(holdings, [block]) == {}, "a damaged record verifies"
+            assert await self._verified(holdings, [block]) == {}, (
+                "a damaged record verifies: return the bytes of the medium unchanged"
+            )
             if not self.deletes:
                 return
-            assert await holdings.remove(self._info(), [block], RemovalCause.CORRUPT) == 1
-        assert set(await self._found(backend, [*stored, bad])) == set(stored)
+            assert await holdings.remove(self._info(), [block], RemovalCause.CORRUPT) == 1, (
+                "remove: return the number of blocks removed"
+            )
+        assert set(await self._found(backend, [*stored, bad])) == set(stored), (
+            "remove: take the named block, and no other"
+        )
 
     @in_loop
     async def test_removal_takes_the_named_blocks_and_no_others(self) -> None:
@@ -152,12 +178,18 @@ class HoldingsTests(BackendHarness):
             return
         async with self._holdings(backend) as holdings:
             blocks = sorted(await self._scanned(holdings), key=lambda block: block.key)
-            assert await holdings.remove(self._info(), blocks[:3], RemovalCause.EXPIRED) == 3
+            assert await holdings.remove(self._info(), blocks[:3], RemovalCause.EXPIRED) == 3, (
+                "remove: return the number of blocks removed"
+            )
             left = {block.key for block in await self._scanned(holdings)}
-            assert left == {block.key for block in blocks[3:]}
+            assert left == {block.key for block in blocks[3:]}, "remove: take the named blocks, and no other"
             if self.erases:
-                assert await self._verified(holdings, blocks[:3]) == {}, "a removed block was read"
-        assert set(await self._found(backend, list(stored))) == left
+                assert await self._verified(holdings, blocks[:3]) == {}, (
+                    "a removed block was read: return None for it, or set erases to False"
+                )
+        assert set(await self._found(backend, list(stored))) == left, (
+            "an engine finds other blocks than scan: remove both alike"
+        )
 
     @in_loop
     async def test_a_namespace_is_removed_whole_and_alone(self) -> None:

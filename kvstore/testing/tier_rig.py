@@ -92,7 +92,9 @@ class TierRig:
         except BufferError:
             # After a failed check, its own error is more informative.
             if kind is None:
-                raise AssertionError("the closed tier still holds views of the primary tier") from None
+                raise AssertionError(
+                    "the closed tier still holds views of the primary tier: keep no buffer after a call has returned"
+                ) from None
         if kind is None:
             twice = [job_id for job_id, count in self.reports.items() if count > 1]
             assert not twice, f"jobs reported more than once: {twice}"

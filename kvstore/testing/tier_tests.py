@@ -87,7 +87,9 @@ class TierValueTests(TierHarness):
             stored = rig.store(keys)
             assert stored.success and list(stored.successful_keys) == keys, f"a plain store: {stored}"
             assert stored.size_bytes == 20 * self.slot_bytes, f"a store of 20 blocks moved {stored.size_bytes} bytes"
-            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 20, "a stored block is not a hit"
+            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 20, (
+                "a stored block is not a hit: get_into and exists must find a block as soon as put returns"
+            )
             shuffled = self.rng.sample(keys, 20)
             loaded = rig.load(shuffled)
             assert loaded.success, f"a plain load: {loaded}"
@@ -102,8 +104,12 @@ class TierValueTests(TierHarness):
             for key in self.keys(10):
                 if self.exclusive:
                     answer = rig.tier.lookup(key)
-                    assert answer is LookupResult.MISS, f"first lookup of an unknown block: {answer}"
-                assert rig.lookup(key) is LookupResult.MISS, "a block that was never stored is a hit"
+                    assert answer is LookupResult.MISS, (
+                        f"first lookup of an unknown block: {answer}; set exclusive to False if others write to it"
+                    )
+                assert rig.lookup(key) is LookupResult.MISS, (
+                    "a block that was never stored is a hit: exists is False for it"
+                )
             loaded = rig.load(self.keys(3))
             assert list(loaded.outcomes) == [Outcome.MISS] * 3, f"load of unknown blocks: {loaded}"
 
@@ -146,7 +152,9 @@ class TierValueTests(TierHarness):
             for keys in (ours, others):
                 rig.store(keys)
             rig.until(lambda: rig.tier.forget(b"tenant-1"), "the tenant to be forgotten")
-            assert [rig.lookup(key) for key in ours] == [LookupResult.MISS] * 12, "a forgotten block is found"
+            assert [rig.lookup(key) for key in ours] == [LookupResult.MISS] * 12, (
+                "a forgotten block is found: delete and scan must agree, or set forgets to False"
+            )
             assert list(rig.load(ours).outcomes) == [Outcome.MISS] * 12, "a forgotten block can be loaded"
             assert rig.load(others).success, "another tenant's block is gone"
             rig.until(lambda: rig.tier.forget(b"tenant-1"), "the second removal")
@@ -297,7 +305,9 @@ class TierLifecycleTests(TierHarness):
             rig.until(lambda: collect() and set(entered) == set(stored), "events of all stores")
             assert len(entered) == len(set(entered)) and len(left) == len(set(left)), "a block was reported twice"
             assert set(left) <= set(entered), "a block left without having entered"
-            assert config is None or left, "48 blocks were stored into room for 20, and no eviction was reported"
+            assert config is None or left, (
+                "48 blocks were stored into room for 20, and no eviction was reported: call the removal listener"
+            )
             rig.load(stored[-3:])
             assert [event for event in rig.tier.take_events() if event.cause is None] == [], "a load reported a store"
 
@@ -333,13 +343,19 @@ class TierLifecycleTests(TierHarness):
         for namespace, options in others:
             with self.rig({**config, **options}, namespace=namespace) as rig:
                 rig.recovered()
-                assert rig.lookup(keys[0]) is LookupResult.MISS, "a hit for a block of another namespace"
+                assert rig.lookup(keys[0]) is LookupResult.MISS, (
+                    "a hit for a block of another namespace: keep blocks by namespace and key"
+                )
                 assert list(rig.load(keys[:2]).outcomes) == [Outcome.MISS] * 2, "loaded a block of another namespace"
         with self.rig(config) as rig:
             rig.recovered()
-            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 30, "a block was lost by a restart"
+            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 30, (
+                "a block was lost by a restart: find stored blocks when opened, or set persistent to False"
+            )
             assert rig.load(keys).success, "a block can't be loaded after a restart"
-            assert list(rig.store(keys[:4]).outcomes) == [Outcome.EXISTS] * 4, "stored again after a restart"
+            assert list(rig.store(keys[:4]).outcomes) == [Outcome.EXISTS] * 4, (
+                "stored again after a restart: put is EXISTS for a block on the medium"
+            )
 
     @with_seed
     def test_statistics_add_up(self) -> None:
@@ -369,7 +385,9 @@ class TierLifecycleTests(TierHarness):
             with self.rig() as second:
                 first.store(keys)
                 second.recovered()
-                assert second.lookup(keys[0]) is LookupResult.MISS, "a tier finds blocks of another medium"
+                assert second.lookup(keys[0]) is LookupResult.MISS, (
+                    "a tier finds blocks of another medium: make_config must return a new medium"
+                )
                 second.store(keys[:2])
             assert first.load(keys).success, "a tier can't load after another one was closed"
 
@@ -543,7 +561,9 @@ class TierFaultTests(TierHarness):
                 rig.fill(slot)
             plan.clear()
             time.sleep(_LATE_S)
-            assert rig.untouched(range(self.slots)), "a slot was written after its load had been reported"
+            assert rig.untouched(range(self.slots)), (
+                "a slot was written after its load had been reported: get_into must not write once it was cancelled"
+            )
 
     @with_seed
     def test_a_stalled_store_ends_at_its_deadline(self) -> None:
@@ -599,7 +619,9 @@ class TierFaultTests(TierHarness):
             rig.until(lambda: plan.injected[FaultKind.ERROR] > injected, "a probe of the medium")
             plan.clear()
             rig.until(lambda: rig.tier.stats().load_breaker == "closed", "the breaker to close")
-            assert rig.lookup(keys[10]) is LookupResult.HIT, "a miss though the medium has recovered"
+            assert rig.lookup(keys[10]) is LookupResult.HIT, (
+                "a miss though the medium has recovered: probe succeeds once it serves again"
+            )
             assert rig.load(keys[10:]).success, "can't load though the medium has recovered"
 
     @with_seed
@@ -710,7 +732,7 @@ class TierFaultTests(TierHarness):
         config, plan = self.make_config(), FaultPlan([Fault("open", FaultKind.ERROR, times=None)])
         try:
             with self.rig(config, plan=plan, required=True):
-                raise AssertionError("a required tier opened without its medium")
+                raise AssertionError("a required tier opened without its medium: open raises a BackendError")
         except BackendError:
             pass
         with self.rig(config, plan=plan, required=False, breaker_cooldown=0.01, breaker_failures=1) as rig:

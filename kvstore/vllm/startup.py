@@ -56,6 +56,8 @@ _OPTION: Final = "--kv-transfer-config"
 _FRAMES_MAX: Final = 32
 _MISSPELT: Final = 0.8
 """Similarity (of difflib) from which a name is a misspelt one."""
+_PAGES: Final = {"file": "disk", "nvme": "disk", **{name: name for name in ("mooncake", "peer", "redis", "s3")}}
+"""Pages in ``docs/`` by the name of the backend that they describe."""
 _ELSEWHERE: Final = ("data-parallel", "nnodes", "node-rank", "headless", "ray")
 """Parts of arguments that indicate an engine on another machine, which can't be checked from here."""
 
@@ -159,13 +161,16 @@ class Fault:
     Attributes:
         place: The tier, such as ``secondary_tiers[0]``; empty for the object itself.
         text: The fault with its remedy.
+        page: The page that describes the options; empty if unknown.
     """
 
     place: str
     text: str
+    page: str = ""
 
     def __str__(self) -> str:
-        return self.text if not self.place or self.text.startswith(self.place) else f"{self.place}: {self.text}"
+        text = self.text if not self.place or self.text.startswith(self.place) else f"{self.place}: {self.text}"
+        return f"{text} See {self.page}." if self.page else text
 
 
 def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Fault], list[Fault]] | None:
@@ -192,13 +197,13 @@ def faults_of(extra: Mapping[str, Any], *, here: bool = True) -> tuple[list[Faul
     ours = {place: tier for place, tier in sound.items() if tier["type"] in named}
     if not is_our_spec and not ours:
         return None
-    faults += [Fault("", text) for text in option_faults(extra)]
+    faults += [Fault("", text, "docs/vllm.md") for text in option_faults(extra)]
     if is_our_spec:
         unknown, doubtful = unknown_options(extra)
-        faults += [Fault("", text) for text in unknown]
+        faults += [Fault("", text, "docs/vllm.md") for text in unknown]
         warnings += [Fault("", text) for text in doubtful]
         if len(sound) == len(tiers):
-            with _collecting(faults):
+            with _collecting(faults, page="docs/tiering.md"):
                 check_tiering(with_short_types({**extra, "cpu_bytes_to_use": 0}))
     else:
         faults += _faults_of_vllms_spec(extra, here)
@@ -231,7 +236,8 @@ def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list
     used: dict[Path, str] = {}
     names: dict[str, str] = {}
     for place, tier in ours.items():
-        with _collecting(faults, place):
+        page = _PAGES.get(tier.get("backend", tier["type"]))
+        with _collecting(faults, place, f"docs/{page}.md" if page else ""):
             options = check_options(tier, tier_type=tier["type"])
             backend = options.pop("backend")
             config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
@@ -247,12 +253,12 @@ def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list
 
 
 @contextlib.contextmanager
-def _collecting(faults: list[Fault], place: str = "") -> Iterator[None]:
+def _collecting(faults: list[Fault], place: str = "", page: str = "") -> Iterator[None]:
     """Collect a fault instead of raising it."""
     try:
         yield
     except ConfigError as error:
-        faults.append(Fault(place, str(error)))
+        faults.append(Fault(place, str(error), page))
 
 
 @contextlib.contextmanager

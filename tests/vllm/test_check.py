@@ -12,6 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.primary.pages import described_allocation
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
+from tests.project.tree import ROOT
 
 pytest.importorskip("vllm")
 
@@ -76,6 +77,22 @@ def test_all_faults_are_those_of_the_engines_start(tmp_path: Path) -> None:
     rows = report_of(run_here("check", json.dumps(transfer), "--json"))["rows"]
     assert [row["status"] for row in rows] == ["fail"] * 4 + ["warn"]
     assert {"secondary_tiers[0]", "secondary_tiers[1]"} < {row["place"] for row in rows}
+
+
+def test_a_fault_ends_with_the_page_of_its_options() -> None:
+    """The page of the tier's backend, of its options or of the manager's exists; another class has none."""
+    tiers = [
+        *({"type": name, "capasity": 1} for name in ("file", "nvme", "mooncake", "peer", "redis", "s3")),
+        {"backend": "redis", "type": "KVStoreTier", "module_path": "kvstore.vllm", "capasity": 1},
+        {"type": "memory", "capasity": 1},
+    ]
+    transfer = _transfer(Path("/tmp"), block_size="16k", tiering={"alow": []}, secondary_tiers=tiers)
+    rows = report_of(run_here("check", json.dumps(transfer), "--json"))["rows"]
+    pages = [row["page"].removeprefix("docs/").removesuffix(".md") for row in rows]
+    assert pages == ["vllm", "tiering", "disk", "disk", "mooncake", "peer", "redis", "s3", "redis", ""]
+    assert all((ROOT / row["page"]).exists() for row in rows)
+    shown = run_here("check", json.dumps(transfer)).stdout.splitlines()
+    assert [line.rpartition(" See ")[2] for line in shown[:-1]] == [f"{row['page']}." for row in rows[:-1]]
 
 
 @pytest.mark.parametrize(
