@@ -71,9 +71,7 @@ SAMPLES = [JobSample("load", 4, 400, 0.01), JobSample("store", 3, 300, 0.02)]
 
 FLOW = TierFlow("file", 1, 2, 3, 4, 5, 6, waiting=9, dropped=7, errors=8, dead=True)
 MANAGER = TieringStats(
-    primary=PrimaryStats(
-        slots=10, free=1, writing=2, ready=7, pinned=3, dirty=1, retained=4, abandoned=1, evicted=9
-    ),
+    primary=PrimaryStats(slots=10, free=1, writing=2, ready=7, pinned=3, dirty=1, retained=4, abandoned=1, evicted=9),
     tiers=(FLOW,),
     lookups=LookupCounts(hits=1, pending=2, retries=3, misses=4),
     requests=2,
@@ -301,9 +299,7 @@ class Info:
 
 def test_shares_of_the_primary_tier_that_io_uses() -> None:
     """Slots count as being written while any I/O may still fill them; each tier's slots are those of its own jobs."""
-    primary = PrimaryStats(
-        20, free=9, writing=1, ready=7, pinned=2, dirty=0, retained=0, abandoned=3, evicted=0
-    )
+    primary = PrimaryStats(20, free=9, writing=1, ready=7, pinned=2, dirty=0, retained=0, abandoned=3, evicted=0)
     flow = TierFlow("a", 5, 4, *[0] * 7, dead=False)
     stats = TieringStats(primary, (flow,), LookupCounts(), *[0] * 10)
     declared = KVStoreOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "memory"}]})
