@@ -80,10 +80,7 @@ def open_tier(
     backend = _made(kind, options, tenants)
     namespace = namespace_of_tier(namespace, decoded := backend.config)
     serves = lender is not None and isinstance(backend, PeerMedium) and backend.set_lender(lender)
-    # Encoded and sealed records need a decoder or a key, which a peer may not have.
-    reader = None
-    if lender is not None and decoded.codec == "raw" and isinstance(backend, SharedMedium):
-        reader = backend.reader()
+    reader = None if lender is None else _reader_of(backend)
     lent, backend = backend, wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
     # The I/O side has its own views and releases them at the end.
@@ -111,6 +108,12 @@ def open_tier(
         )
         tier.wait_recovered(_RECOVERY_WAIT_S)
         return tier
+
+
+def _reader_of(backend: Backend) -> Backend | None:
+    """Return a reader of a medium whose records may be sent to peers; None if there is none."""
+    # Encoded and sealed records need a decoder or a key, which a peer may not have.
+    return backend.reader() if isinstance(backend, SharedMedium) and backend.config.codec == "raw" else None
 
 
 def _check_arguments(slot_bytes: object, namespace: object) -> None:

@@ -10,8 +10,9 @@ from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.disk.limits import LIMITS, Limits
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
+from kvstore.diskio import OsDisk
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import NAMESPACE, Rig, head_of, segment_bytes, tables
+from tests.disk.rig import NAMESPACE, NoRows, Rig, head_of, segment_bytes, tables
 
 PAYLOAD = 64 << 10
 WHOLE = 4096 + PAYLOAD
@@ -20,10 +21,10 @@ SLOTS = 256
 """Capacity in whole slots: sixteen segments."""
 
 
-async def opened_rig(path: Path, limits: Limits = LIMITS) -> Rig:
+async def opened_rig(path: Path, limits: Limits = LIMITS, disk: OsDisk | None = None) -> Rig:
     """Return an open backend for blocks of 64 KiB."""
-    config = DiskConfig(path=str(path), capacity=Capacity(SLOTS * WHOLE), reserve=Capacity(0))
-    backend = DiskBackend(config, limits=limits)
+    config = DiskConfig(path=str(path), capacity=Capacity(SLOTS * WHOLE), reserve=Capacity(0), engine="threads")
+    backend = DiskBackend(config, limits=limits, disk=disk)
     rig = Rig(backend, random.Random(1), NAMESPACE)
     await backend.open(NAMESPACE, GEOMETRY)
     return rig
@@ -99,5 +100,20 @@ async def test_segments_follow_the_lengths_that_are_stored(tmp_path: Path) -> No
             held = sum(head.slots for head in of_length if head.slot_bytes == 4096 + size)
             assert held >= expected * 0.7, (size, [(head.slots, head.slot_bytes) for head in of_length])
             assert segment_bytes(tmp_path) <= SLOTS * WHOLE
+    finally:
+        await rig.backend.close()
+
+
+async def test_failed_eviction_returns_the_slots_of_other_lengths(tmp_path: Path) -> None:
+    """A put whose short records get no slot, because rows can't be written, keeps none for its long ones either."""
+    disk = NoRows()
+    rig = await opened_rig(tmp_path, disk=disk)
+    try:
+        await fill(rig, PAYLOAD, 2 * SLOTS)
+        free = int(rig.backend.stats().gauges["free_slots"])
+        disk.fails = True
+        for _ in range(3):
+            assert not await store(rig, [PAYLOAD] * free + [PAYLOAD // 4] * 4)
+        assert rig.backend.stats().gauges["free_slots"] == free
     finally:
         await rig.backend.close()
