@@ -56,7 +56,8 @@ class OffloadPolicy:
         cpu: Whether the blocks may stay in the primary tier. If not, they leave it once stored in the tiers.
         load: False loads nothing, not even from the primary tier.
         load_tiers: Names of the tiers to load from, besides the primary tier; None for all.
-        min_uses: Sighting at which a block is stored in the tiers: n - 1 earlier requests had the same block.
+        min_uses: Sighting at which a block is stored in the tiers: n - 1 earlier requests had the same block; 0: each
+            tier chooses between 1 and 2.
         ttl_s: Seconds after which the blocks expire in every tier; None for never.
         pin: Whether the blocks are held in the primary tier (within a share of it, for a lease).
         pin_s: Length of that lease, at most the configured one; None: the configured one.
@@ -311,7 +312,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "tiers": lambda value, names: {"tiers": None if value is None else _names(value, names)},
     "cpu": lambda value, names: {"cpu": _flag(value)},
     "load": _load,
-    "min_uses": lambda value, names: {"min_uses": _count(value, at_least=1)},
+    "min_uses": lambda value, names: {"min_uses": 0 if value == "auto" else _count(value, at_least=1)},
     "ttl": lambda value, names: {"ttl_s": None if value is None else _duration(value)},
     "pin": _pin,
     "lazy": lambda value, names: {"lazy": _flag(value)},
