@@ -19,18 +19,19 @@ _ROOM_MAX: Final = 1024
 _ROOM_MIN: Final = 8
 """Smallest simulated tier in blocks. Below, there are too few hits to choose by, and all blocks are stored."""
 
-_LOSS_MAX: Final = 0.005
-"""Share of the accesses whose hits may be lost to save writes."""
+_LOSS_MAX: Final = 0.01
+"""Most lost hits, as a share of the accesses, with which blocks are stored at their second use."""
 
-_KEPT: Final = 2 ** (-1 / 16)
+_KEPT: Final = 2 ** (-1 / 8)
 """Weight of former hits after each choice, which is made after accesses of a quarter of the capacity."""
 
 
 class Admission:
     """The choice of one tier between storing blocks at their first use and at their second.
 
-    Both rules are simulated by LRU for an eighth of the keys, or fewer, in as small a part of the capacity. Blocks are
-    stored at their second use while that loses few hits; a hit counts half after accesses of four times the capacity.
+    Both rules are simulated by LRU for an eighth of the keys, or fewer, in as small a part of the capacity. Once the
+    tier is full, blocks are stored at their second use while that loses few hits. A lost hit counts half after accesses
+    of twice the capacity.
 
     Args:
         link: The tier.
@@ -51,10 +52,13 @@ class Admission:
 
     def use(self, key: BlockKey, uses: int) -> None:
         """Record a use of a simulated block, which has had so many uses. O(1) amortised."""
-        lost = (key in self._all) - (key in self._again or key in self._above)
-        self._lost += lost
+        in_all, in_again = key in self._all, key in self._again
+        lost = in_all - (in_again or key in self._above)
         if self.min_uses > 1:
+            written = uses > 1 and not in_again
+            self._link.saved_writes += ((not in_all) - written) * (self.mask + 1)
             self._link.lost_hits += lost * (self.mask + 1)
+        self._lost += lost
         self._accesses += 1
         self._all.insert(key)
         self._above.insert(key)
@@ -69,7 +73,7 @@ class Admission:
     def _trim(self) -> None:
         for shadow in self._all, self._again:
             shadow.victims(len(shadow) - self._room)
-        self._above.victims(len(self._above) - max(1, self._slots // (self.mask + 1)))
+        self._above.victims(len(self._above) - min(self._room, self._slots // (self.mask + 1)))
 
     def _choose(self) -> None:
         stats = self._link.stats()
@@ -82,9 +86,10 @@ class Admission:
                 for key in [key for key in shadow if xxh3_64_intdigest(key) & self.mask]:
                     shadow.remove(key)
         self._room = blocks // (self.mask + 1)
-        if self._room < _ROOM_MIN:
-            self.min_uses = 1
+        if self._room < _ROOM_MIN or len(self._all) < 0.9 * self._room:
+            # While the tier is filling, every block has room.
+            self.min_uses, self._lost, self._accesses = 1, 0.0, 0.0
             return
-        self.min_uses = 2 if self._lost <= _LOSS_MAX * self._accesses and len(self._all) >= self._room else 1
+        self.min_uses = 2 if self._lost <= _LOSS_MAX * self._accesses else 1
         self._lost *= _KEPT
         self._accesses *= _KEPT

@@ -265,16 +265,18 @@ class Cascades(Part):
         for link in self._links:
             if link not in state.store_links:
                 self._withhold_from(link, keys, MissCause.STORE_POLICY)
-        is_lazy = policy.lazy and policy.cpu
+        later: dict[BlockKey, None] = {}
         for link in state.store_links:
             due = self._admitted(link, keys, policy)
-            if not is_lazy:
+            if not (policy.lazy and policy.cpu):
                 self.send(link, due, state)
                 continue
             for key in due:
                 self._pending_blocks += not self._is_pending(key)
                 self._below[key].pending |= link.bit
-            self._primary.mark_dirty(due)
+            later.update(dict.fromkeys(due))
+        if later:
+            self._primary.mark_dirty(later)
         if not policy.cpu:
             self.end_transit(whole)
 
@@ -285,8 +287,6 @@ class Cascades(Part):
             return keys
         early = [key for key in keys if self._sightings.get(key, 0) < uses]
         self._withhold_from(link, early, MissCause.MIN_USES)
-        if not policy.min_uses:
-            link.unwritten += len(early)
         return [key for key in keys if self._sightings.get(key, 0) >= uses]
 
     def send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:

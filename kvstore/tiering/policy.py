@@ -245,6 +245,13 @@ def _count(value: object, *, at_least: int) -> int:
     return value
 
 
+def _min_uses(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    try:
+        return {"min_uses": 0 if value == "auto" else _count(value, at_least=1)}
+    except ConfigError as error:
+        raise ConfigError(f"{_shown(value)}. Expected a whole number, 1 or more, or 'auto'.") from error
+
+
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{_shown(value)}. Expected true or false.")
@@ -312,7 +319,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "tiers": lambda value, names: {"tiers": None if value is None else _names(value, names)},
     "cpu": lambda value, names: {"cpu": _flag(value)},
     "load": _load,
-    "min_uses": lambda value, names: {"min_uses": 0 if value == "auto" else _count(value, at_least=1)},
+    "min_uses": _min_uses,
     "ttl": lambda value, names: {"ttl_s": None if value is None else _duration(value)},
     "pin": _pin,
     "lazy": lambda value, names: {"lazy": _flag(value)},
