@@ -53,7 +53,7 @@ def test_blocks_that_are_used_once_are_not_written_where_others_are_popular() ->
 
 
 def test_all_blocks_are_written_where_each_returns_once() -> None:
-    """A tier whose blocks would all come back too late for a second use stores them at the first."""
+    """Where storing at the second use would lose every hit, blocks are stored at the first."""
     prompts = _returning(1500)
     (every, _), (chosen, auto) = _written(prompts, 1), _written(prompts, "auto")
     assert chosen == every
