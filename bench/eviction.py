@@ -2,7 +2,10 @@
 
 ``of_gap`` is the share of the hits between LRU and the optimum that a policy gains; negative if LRU has more.
 
-    python bench/eviction.py [--quick] [--seed N] [--kinds KIND ...] [--trace FILE ...] [--json FILE]
+    python bench/eviction.py [--quick] [--admission] [--seed N] [--kinds KIND ...] [--trace FILE ...] [--json FILE]
+
+With ``--admission``, the policies are offload policies that write to a disk tier, below CPU memory for a fifth of its
+blocks, and ``saved`` is the share of the writes of the default that they save.
 
 This is a simulation with the real manager, sizes and keys only, so the result does not depend on the machine.
 """
@@ -21,11 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import Row, arguments, reporting
 from kvstore.cli.bench.simulation import OPTIMUM, ReplayCase, ReplaySettings, replay
 from kvstore.cli.bench.traces import BLOCK_TOKENS, Trace, TraceRequest, TraceShape, generate_trace, read_trace
+from kvstore.cli.tier_argument import parse_tier
 from kvstore.eviction import POLICY_NAMES
 
 SHARES = (0.05, 0.1, 0.2)
 """Capacities, as shares of the blocks of the trace."""
-COLUMNS = ("trace", "capacity_share", "system", "hit_rate", "of_gap")
+COLUMNS = ("trace", "capacity_share", "system", "hit_rate", "of_gap", "saved")
+ADMISSIONS: dict[str, dict[str, object]] = {
+    "all": {}, "min_uses 2": {"min_uses": 2}, "lazy": {"lazy": True}, "auto": {"min_uses": "auto"}
+}  # fmt: skip
 
 
 class Blocks:
@@ -146,19 +153,43 @@ def measure(name: str, trace: Trace) -> Iterator[Row]:
             }
 
 
+def measure_admission(name: str, trace: Trace) -> Iterator[Row]:
+    """Replay a trace with a disk tier; yield a row for each capacity and offload policy."""
+    tier, block_bytes = parse_tier("file:///unused?capacity=1TiB"), ReplaySettings().block_bytes(trace)
+    for share in SHARES:
+        size, written = round(trace.distinct_blocks * share) * block_bytes, 0
+        for system, offload in ADMISSIONS.items():
+            settings = ReplaySettings(tiers=[tier], cpu_bytes=size // 5, gate=False, offload=offload)
+            found = replay(trace, ReplayCase(None, size), settings)
+            stored = found["tiers"][1]["stored_bytes"]
+            written = written or stored
+            yield {
+                "bench": "eviction",
+                "op": "admission",
+                "trace": name,
+                "system": system,
+                "capacity_share": share,
+                "hit_rate": found["hit_rate"],
+                "saved": 1 - stored / written,
+            }
+
+
 def main() -> None:
     """Replay and print."""
     parser = arguments(__doc__)
     parser.add_argument("--seed", type=int, default=3, help="of the generated traces")
+    parser.add_argument("--admission", action="store_true", help="compare offload policies of a disk tier")
+    parser.add_argument("--requests", type=int, default=6000, help="of each generated trace")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="generated traces (default: all)")
     parser.add_argument("--trace", metavar="FILE", nargs="*", default=[], help="traces in Mooncake's format")
     options = parser.parse_args()
-    requests = 300 if options.quick else 6000
+    requests = 300 if options.quick else options.requests
+    rows_of = measure_admission if options.admission else measure
     with reporting(options, COLUMNS) as rows:
         for kind in options.kinds:
-            rows.extend(measure(kind, KINDS[kind](options.seed, requests)))
+            rows.extend(rows_of(kind, KINDS[kind](options.seed, requests)))
         for file in options.trace:
-            rows.extend(measure(Path(file).stem, read_trace(file)))
+            rows.extend(rows_of(Path(file).stem, read_trace(file)))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (named(total("waiting_blocks", "tier"), "waiting"), named(rate("dropped_blocks", "tier"), "dropped/s")),
         ),
         Panel("Requests", (total("requests"), total("promoting_blocks"))),
+        Panel(
+            "Automatic admission",
+            (
+                named(total("admission_saved_blocks", "tier"), "writes saved"),
+                named(total("admission_lost_hits", "tier"), "hits lost"),
+            ),
+        ),
     ),
     "Room": (
         Panel(

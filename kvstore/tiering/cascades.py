@@ -7,12 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from xxhash import xxh3_64_intdigest
+
 from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import SlotState
+from kvstore.tiering.admission import Admission
 from kvstore.tiering.core import Core, Part
 from kvstore.tiering.jobs import OpenJob
 from kvstore.tiering.leases import Expiry
 from kvstore.tiering.link import TierLink
+from kvstore.tiering.policy import OffloadPolicy
 from kvstore.tiering.requests import RequestState
 from kvstore.tiering.tenants import Rates
 from kvstore.types import BlockKey, JobResult, MissCause, Outcome, RemovalCause, TransferJob
@@ -66,6 +70,8 @@ class Cascades(Part):
         self._writing_back = 0  # Blocks whose pending stores have begun.
         self._sightings: BoundedDict[BlockKey, int] = BoundedDict(_SIGHTINGS_MAX)
         """Uses of blocks, for admission. The least recently seen blocks are dropped first."""
+        self._admissions: dict[int, Admission] = {}
+        """Choice of each tier, by its bit; empty until the first request that leaves the choice to the tiers."""
         self.lost_blocks = 0  # Blocks whose pending stores failed.
 
     @property
@@ -88,7 +94,7 @@ class Cascades(Part):
         """Commit filled blocks in the primary tier and store them below, by their request's policy."""
         policy = state.policy
         links = state.store_links
-        plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut and self._rates is None
+        plain = policy.min_uses == 1 and not policy.lazy and policy.cpu and not state.cut and self._rates is None
         if not plain or len(links) < len(self._links) or len(keys) > min(map(self.room, links), default=len(keys)):
             self._primary.commit(keys)
             self._send_some(keys, state)
@@ -113,6 +119,11 @@ class Cascades(Part):
         if faster and self._backfill_uses is not None:
             self._withhold(keys, faster, self._backfill_uses)
 
+    def choose_uses(self) -> None:
+        """Let each tier choose how often a block has to be used before it is stored."""
+        if not self._admissions:
+            self._admissions = {link.bit: Admission(link, self._primary.slots) for link in self._links}
+
     def note_sightings(self, keys: Sequence[BlockKey]) -> None:
         """Count one sighting of each block of a prefix.
 
@@ -123,6 +134,10 @@ class Cascades(Part):
         seen = {key: self._sightings.get(key, 0) + 1 for key in reversed(keys)}
         for key, count in seen.items():
             self._sightings[key] = count
+        for admission in self._admissions.values():
+            for key in keys:
+                if not xxh3_64_intdigest(key) & admission.mask:
+                    admission.use(key, seen[key])
 
     def exclude(self, keys: Sequence[BlockKey]) -> None:
         """Note that the policy of a request stores blocks nowhere, not even in the primary tier."""
@@ -250,22 +265,29 @@ class Cascades(Part):
         for link in self._links:
             if link not in state.store_links:
                 self._withhold_from(link, keys, MissCause.STORE_POLICY)
-        if policy.min_uses > 1:
-            early = [key for key in keys if self._sightings.get(key, 0) < policy.min_uses]
-            for link in state.store_links:
-                self._withhold_from(link, early, MissCause.MIN_USES)
-            keys = [key for key in keys if self._sightings.get(key, 0) >= policy.min_uses]
-        if policy.lazy and policy.cpu and state.store_links:
-            mask = sum(link.bit for link in state.store_links)
-            for key in keys:
-                self._pending_blocks += not self._is_pending(key)
-                self._below[key].pending |= mask
-            self._primary.mark_dirty(keys)
-            return
+        later: dict[BlockKey, None] = {}
         for link in state.store_links:
-            self.send(link, keys, state)
+            due = self._admitted(link, keys, policy)
+            if not (policy.lazy and policy.cpu):
+                self.send(link, due, state)
+                continue
+            for key in due:
+                self._pending_blocks += not self._is_pending(key)
+                self._below[key].pending |= link.bit
+            later.update(dict.fromkeys(due))
+        if later:
+            self._primary.mark_dirty(later)
         if not policy.cpu:
             self.end_transit(whole)
+
+    def _admitted(self, link: TierLink, keys: Sequence[BlockKey], policy: OffloadPolicy) -> Sequence[BlockKey]:
+        """Return the new blocks with enough uses, and withhold the others."""
+        uses = policy.min_uses or self._admissions[link.bit].min_uses
+        if uses <= 1:
+            return keys
+        early = [key for key in keys if self._sightings.get(key, 0) < uses]
+        self._withhold_from(link, early, MissCause.MIN_USES)
+        return [key for key in keys if self._sightings.get(key, 0) >= uses]
 
     def send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store READY blocks to a tier, even if they were offered to it before. Blocks without room wait."""
@@ -349,7 +371,7 @@ class Cascades(Part):
         below, policy = self._below.get(key), state.policy
         if below is None or below.pending & bit:
             return below is not None and not policy.lazy
-        uses = max(policy.min_uses, below.uses)
+        uses = max(policy.min_uses or self._admissions[bit].min_uses, below.uses)
         return bool(below.withheld & bit) and (uses <= 1 or self._sightings.get(key, 0) >= uses)
 
     def _is_pending(self, key: BlockKey) -> bool:

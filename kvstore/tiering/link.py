@@ -38,6 +38,8 @@ class TierFlow:
     failed_loads: int = 0  # Blocks not loaded.
     waiting: int = 0  # Blocks that wait for room in the tier's backlog or share of the primary tier.
     dropped: int = 0  # Blocks that left the primary tier before there was room, or that a dead tier did not take.
+    saved_writes: int = 0  # Estimate of the writes that ``"min_uses": "auto"`` saved.
+    lost_hits: int = 0  # Estimate of the hits that this lost; below zero: gained.
     errors: int = 0  # Exceptions and invalid results of the tier.
     dead: bool = False  # Whether the tier gets no more work because of errors.
     store_jobs: int = 0  # Unfinished stores.

@@ -123,7 +123,8 @@ class TieringManager:
         self._cascades = Cascades(core, self._expiry)
         self._misses = Misses(self._links, core.absent)
         backfills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
-        self._counts_sightings = backfills or self._parser.default.min_uses > 1
+        self._counts_sightings = backfills
+        self._note_uses(self._parser.default)
         primary.marks.retained_max = int(primary.slots * config.retain_share)
         self._retention = Retention(core)
         core.parts = self._copies, self._promotions, self._cascades, self._expiry, self._retention
@@ -686,8 +687,13 @@ class TieringManager:
         state = self._requests.begin(ctx)
         if state.hands_over:
             self.primary.hand_overs.begin(ctx.request_id, ctx.hand_over)
-        self._counts_sightings |= state.policy.min_uses > 1
+        self._note_uses(state.policy)
         return state
+
+    def _note_uses(self, policy: OffloadPolicy) -> None:
+        self._counts_sightings |= policy.min_uses != 1
+        if not policy.min_uses:
+            self._cascades.choose_uses()
 
     def _poll(self) -> None:
         """Process the tiers' finished jobs."""

@@ -56,7 +56,8 @@ class OffloadPolicy:
         cpu: Whether the blocks may stay in the primary tier. If not, they leave it once stored in the tiers.
         load: False loads nothing, not even from the primary tier.
         load_tiers: Names of the tiers to load from, besides the primary tier; None for all.
-        min_uses: Sighting at which a block is stored in the tiers: n - 1 earlier requests had the same block.
+        min_uses: Sighting at which a block is stored in the tiers: n - 1 earlier requests had the same block; 0: each
+            tier chooses between 1 and 2.
         ttl_s: Seconds after which the blocks expire in every tier; None for never.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
         retain: Retention of the blocks in the primary tier, ordered by starting token.
@@ -238,6 +239,13 @@ def _count(value: object, *, at_least: int) -> int:
     return value
 
 
+def _min_uses(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    try:
+        return {"min_uses": 0 if value == "auto" else _count(value, at_least=1)}
+    except ConfigError as error:
+        raise ConfigError(f"{_shown(value)}. Expected a whole number, 1 or more, or 'auto'.") from error
+
+
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{_shown(value)}. Expected true or false.")
@@ -296,7 +304,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "tiers": lambda value, names: {"tiers": None if value is None else _names(value, names)},
     "cpu": lambda value, names: {"cpu": _flag(value)},
     "load": _load,
-    "min_uses": lambda value, names: {"min_uses": _count(value, at_least=1)},
+    "min_uses": _min_uses,
     "ttl": lambda value, names: {"ttl_s": None if value is None else _duration(value)},
     "lazy": lambda value, names: {"lazy": _flag(value)},
     "retain": _retain,

@@ -124,6 +124,16 @@ _MANAGER_GAUGES: _ManagerTable = {
     ),
     "forgetting_tenants": ("Tenants whose blocks are being removed from every tier.", (), "forgetting"),
     "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",), "tenants.blocks"),
+    "admission_saved_blocks": (
+        "Estimate of the blocks that automatic admission did not write.",
+        ("tier",),
+        "tiers.saved_writes",
+    ),
+    "admission_lost_hits": (
+        "Estimate of the hits that automatic admission lost; below zero: gained.",
+        ("tier",),
+        "tiers.lost_hits",
+    ),
     "tier_dead": (
         "1 for a tier that was disabled because it raised or reported invalid results.",
         ("tier",),

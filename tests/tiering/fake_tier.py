@@ -147,7 +147,8 @@ class FakeTier(SecondaryTierManager):
     def stats(self) -> TierStats:
         """Return the number of blocks."""
         self._note("stats", None)
-        return TierStats(self.name, blocks=len(self.blocks))
+        used_bytes, capacity_bytes = len(self.blocks) * ROW_BYTES, (self.capacity or 0) * ROW_BYTES
+        return TierStats(self.name, blocks=len(self.blocks), used_bytes=used_bytes, capacity_bytes=capacity_bytes)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Run all jobs, unless the tier is stuck."""

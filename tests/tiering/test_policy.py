@@ -40,6 +40,7 @@ JSON = st.recursive(
         ({"load": False}, {"load": False}),
         ({"load": ["disk"]}, {"load_tiers": ("disk",)}),
         ({"min_uses": 3}, {"min_uses": 3}),
+        ({"min_uses": "auto"}, {"min_uses": 0}),
         ({"ttl": 90}, {"ttl_s": 90.0}),
         ({"ttl": "10m"}, {"ttl_s": 600.0}),
         ({"explain": True}, {"explain": True}),

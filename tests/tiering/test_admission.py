@@ -1,0 +1,93 @@
+"""Admission that each tier chooses (``"min_uses": "auto"``): fewer writes where that costs few hits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.types import BlockKey, LookupResult
+from tests.tiering.engine import Engine, key_of
+
+
+def _serve(engine: Engine, keys: list[BlockKey]) -> None:
+    ctx = engine.request(keys)
+    hits = 0
+    while hits < len(keys) and engine.manager.lookup(keys[hits], ctx) is not LookupResult.MISS:
+        hits += 1
+    if hits:
+        engine.load(keys[:hits], ctx)
+    plan = engine.store(keys[hits:], ctx) if hits < len(keys) else None
+    assert plan is None or plan.keys
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+
+
+def _popular(requests: int) -> list[list[BlockKey]]:
+    """One of 100 popular blocks for each two blocks that are used once."""
+    rng = random.Random(1)
+    singles = iter(range(1000, 10_000))
+    return [[key_of(number)] for _ in range(requests) for number in (rng.randrange(100), next(singles), next(singles))]
+
+
+def _returning(requests: int) -> list[list[BlockKey]]:
+    """Blocks that are used twice, the second time after 99 others."""
+    return [[key_of(number)] for first in range(requests) for number in (first, first - 50) if number >= 0]
+
+
+def _written(prompts: list[list[BlockKey]], min_uses: object) -> tuple[int, Engine]:
+    engine = Engine(slots=8, capacity=128, policy={"min_uses": min_uses})
+    for prompt in prompts:
+        _serve(engine, prompt)
+    return engine.tier.bytes_stored, engine
+
+
+def test_blocks_that_are_used_once_are_not_written_where_others_are_popular() -> None:
+    """The tier then stores at the second use, with fewer writes and no fewer loads, and counts both."""
+    prompts = _popular(1500)
+    (every, plain), (chosen, auto) = _written(prompts, 1), _written(prompts, "auto")
+    flow = auto.manager.stats().tiers[0]
+    assert chosen < 0.7 * every
+    assert flow.loaded >= plain.manager.stats().tiers[0].loaded
+    assert flow.saved_writes > 0 >= flow.lost_hits
+
+
+def test_all_blocks_are_written_where_each_returns_once() -> None:
+    """Where storing at the second use would lose every hit, blocks are stored at the first."""
+    prompts = _returning(1500)
+    (every, _), (chosen, auto) = _written(prompts, 1), _written(prompts, "auto")
+    assert chosen == every
+    assert auto.manager.stats().tiers[0].saved_writes == 0
+
+
+def test_the_choice_returns_to_all_blocks_when_they_come_back() -> None:
+    """After popular blocks, blocks that return once are stored at their first use again."""
+    engine = _written(_popular(1500), "auto")[1]
+    before = engine.tier.bytes_stored
+    _serve(engine, [key_of(9999)])
+    assert engine.tier.bytes_stored == before
+    for number in range(20_000, 21_500):
+        _serve(engine, [key_of(number)])
+        _serve(engine, [key_of(number - 50)])
+    _serve(engine, [key_of(30_000)])
+    assert key_of(30_000) in engine.tier.blocks
+
+
+@pytest.mark.parametrize("capacity", [None, 32])
+def test_a_tier_without_a_limit_or_with_little_room_stores_all_blocks(capacity: int | None) -> None:
+    """Without a capacity no block displaces another, and below 64 blocks there is too little to choose by."""
+    engine = Engine(slots=8, capacity=capacity, policy={"min_uses": "auto"})
+    for prompt in _popular(500):
+        _serve(engine, prompt)
+    _serve(engine, [key_of(9999)])
+    assert key_of(9999) in engine.tier.blocks
+
+
+def test_lazy_stores_of_two_tiers_follow_the_choice_of_each() -> None:
+    """With ``lazy``, the blocks that a tier admits are written to it before their eviction."""
+    engine = Engine(slots=8, tiers=["disk", "far"], policy={"min_uses": "auto", "lazy": True})
+    keys = [key_of(number) for number in range(4)]
+    _serve(engine, keys)
+    assert not any(tier.blocks for tier in engine.tiers)
+    assert engine.manager.close()
+    assert [list(tier.blocks) for tier in engine.tiers] == [keys, keys]
