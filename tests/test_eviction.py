@@ -134,7 +134,8 @@ class PlainARC:
                     break
             else:
                 break
-        self._trim()
+        if count:
+            self._trim()
         return chosen
 
     def _trim(self) -> None:

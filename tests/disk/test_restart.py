@@ -180,8 +180,8 @@ async def test_segments_in_use_are_not_taken(tmp_path: Path) -> None:
 async def test_block_in_two_segments_is_found_once(tmp_path: Path) -> None:
     """Of a block that two engines stored, a later engine keeps one copy and frees the other slot."""
     async with opened(tmp_path / "a", 64) as first, opened(tmp_path / "a", 64) as second:
-        values = await first.put_new(3)
-        assert await second.put(values) == [Outcome.OK] * 3
+        values = first.new(3)
+        assert await asyncio.gather(first.put(values), second.put(values)) == [[Outcome.OK] * 3] * 2
     for _ in range(2):
         async with opened(tmp_path / "a", 64) as rig:
             await rig.backend.probe()
