@@ -68,7 +68,8 @@ class PrimaryTier:
     :meth:`remove`. Guarantees: a pinned, promised or dirty block is never evicted; a slot has at most one key,
     and a key at most one slot; a WRITING block is never reported as READY. Every call is O(1) per block, amortised.
     States are lists by slot, not objects: with a million of these, Python's garbage collector would stop the scheduler
-    for 0.7 s. Not thread-safe: one owner, one thread. Other threads may only read, through :mod:`kvstore.primary.lending`.
+    for 0.7 s. Not thread-safe: one owner, one thread. Other threads may only read, through
+    :mod:`kvstore.primary.lending`.
 
     Args:
         memory: The memory; C-contiguous. Slot ``i`` is row ``i``, of ``slot_bytes``. Released by :meth:`close`.
