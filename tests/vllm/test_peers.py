@@ -111,8 +111,8 @@ def test_a_request_names_its_source(start: Start, first: Engine, port: int, expe
     seed = {"kvstore": 2, "vllm": 5}[manager]
     first.call("ask", prompts(seed), 6, None, {"remote_decoder": {"kv_request_id": "r"}})
     first.call("settle")
-    # Holds of earlier requests end when their blocks are fetched, or expire.
-    assert first.call("manager_stats")["primary"]["held"] >= sum(ALL_CACHED) // BLOCK_TOKENS
+    # Priorities of earlier requests end when their blocks are fetched, or expire.
+    assert first.call("manager_stats")["primary"]["retained"] >= sum(ALL_CACHED) // BLOCK_TOKENS
     second = start(offloading=offloading(manager, request_peers=["127.0.0.0/8:1024-65535"]))
     named = {"remote_kv_source": {"kv_request_id": "r", "remote_host": "127.0.0.1", "remote_port": port}}
     loaded = second.call("ask", prompts(seed)[:2], 6, None, named)
