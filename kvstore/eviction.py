@@ -29,10 +29,10 @@ _Queue: TypeAlias = "OrderedDict[BlockKey, int]"
 _SAMPLED_MIN: Final = 8
 """At most one of so many keys is simulated."""
 
-_ROOM_MAX: Final = 1024
+ROOM_MAX: Final = 1024
 """Largest simulated cache in blocks. Larger ones chose no better, and took memory and time."""
 
-_ROOM_MIN: Final = 8
+ROOM_MIN: Final = 8
 """Smallest simulated cache in blocks. Below, there are too few hits to choose by, and LRU stays."""
 
 _LEAD_MIN: Final = 0.002
@@ -266,7 +266,22 @@ class ARC(_QueuePolicy):
             self._ghost_frequent.popitem(last=False)
 
 
-class RuleChoice:
+class SampledCaches:
+    """Simulated caches for an eighth of the keys, or fewer, in as small a part of a capacity."""
+
+    def __init__(self, *caches: EvictionPolicy) -> None:
+        self.mask = _SAMPLED_MIN - 1
+        """The keys whose XXH3 has none of these bits are simulated."""
+        self._caches = caches
+
+    def _simulate_fewer(self) -> None:
+        self.mask = 2 * self.mask + 1
+        for cache in self._caches:
+            for key in [key for key in cache if xxh3_64_intdigest(key) & self.mask]:
+                cache.remove(key)
+
+
+class RuleChoice(SampledCaches):
     """The choice between LRU and ARC for one cache, by the hits that each would have had.
 
     Both rules are simulated for an eighth of the keys, or fewer, in as small a part of the capacity. The rule with more
@@ -274,10 +289,8 @@ class RuleChoice:
     """
 
     def __init__(self) -> None:
+        super().__init__(LRU(), ARC())
         self.is_arc = False  # Whether ARC is chosen, not LRU.
-        self.mask = _SAMPLED_MIN - 1
-        """The keys whose XXH3 has none of these bits are simulated."""
-        self._shadows = LRU(), ARC()
         self._hits = [0.0, 0.0]
         self._accesses = 0.0
         self._uses = 0
@@ -285,20 +298,20 @@ class RuleChoice:
     def use(self, key: BlockKey, capacity_blocks: int) -> None:
         """Record a use, or the arrival, of a simulated block in a cache of so many blocks. O(1) amortised."""
         room = capacity_blocks // (self.mask + 1)
-        if room > _ROOM_MAX:
+        if room > ROOM_MAX:
             self._simulate_fewer()
             return
-        if room < _ROOM_MIN:
+        if room < ROOM_MIN:
             return
-        for number, shadow in enumerate(self._shadows):
-            self._hits[number] += key in shadow
-            shadow.insert(key)
+        for number, cache in enumerate(self._caches):
+            self._hits[number] += key in cache
+            cache.insert(key)
         self._accesses += 1
         self._uses += 1
         if self._uses % (1 + room // 64) == 0:
             # Several at a time, which takes half as long.
-            for shadow in self._shadows:
-                shadow.victims(len(shadow) - room)
+            for cache in self._caches:
+                cache.victims(len(cache) - room)
         if self._uses % (room // 4) == 0:
             self._choose()
 
@@ -308,12 +321,6 @@ class RuleChoice:
             self.is_arc = not self.is_arc
         self._hits = [hits * _KEPT for hits in self._hits]
         self._accesses *= _KEPT
-
-    def _simulate_fewer(self) -> None:
-        self.mask = 2 * self.mask + 1
-        for shadow in self._shadows:
-            for key in [key for key in shadow if xxh3_64_intdigest(key) & self.mask]:
-                shadow.remove(key)
 
 
 class Adaptive(ARC):

@@ -177,6 +177,14 @@ class Backend(ABC):
         """Set the listener for blocks put by other engines, for backends that track other engines."""
         self._arrival_listener = listener
 
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return for each block on the medium whether this engine alone reports it to consumers of events.
+
+        A block that several engines see is therefore reported once. The default: all blocks of an exclusive medium, and
+        none of a shared one, where the engine that puts a block reports it. Must not block or fail.
+        """
+        return [self.exclusive] * len(keys)
+
     def check(self) -> None:  # noqa: B027 - many have nothing to check.
         """Refuse a configuration that ``open`` would refuse on this machine; called before an engine loads weights.
 
@@ -277,14 +285,6 @@ class Backend(ABC):
 
 class SharedMedium(Backend):
     """A medium whose blocks other engines find at the same time, and the next engine after a restart."""
-
-    @abstractmethod
-    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Return for each block whether this engine alone reports it to consumers of events. Must not block or fail.
-
-        A block that several engines see is therefore reported once. Without this class, an engine reports all blocks of
-        an exclusive medium, and those that it puts on another one.
-        """
 
     @abstractmethod
     def reader(self) -> Backend:

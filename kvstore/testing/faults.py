@@ -216,6 +216,9 @@ class FaultyBackend(Backend):
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
         self.inner.set_arrival_listener(listener)
 
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        return self.inner.own(keys)
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         await self._inject_in_call("open")
         self._header_bytes = geometry.header_bytes

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from xxhash import xxh3_64_intdigest
-
-from kvstore.eviction import LRU
+from kvstore.eviction import LRU, ROOM_MAX, ROOM_MIN, SampledCaches
 from kvstore.tiering.link import TierLink
 from kvstore.types import BlockKey
-
-_SAMPLED_MIN: Final = 8
-"""At most one of so many keys is simulated."""
-
-_ROOM_MAX: Final = 1024
-"""Largest simulated tier in blocks, as for the choice of an eviction policy (:mod:`kvstore.eviction`)."""
-
-_ROOM_MIN: Final = 8
-"""Smallest simulated tier in blocks. Below, there are too few hits to choose by, and all blocks are stored."""
 
 _LOSS_MAX: Final = 0.01
 """Most lost hits, as a share of the accesses, with which blocks are stored at their second use."""
@@ -26,7 +15,7 @@ _KEPT: Final = 2 ** (-1 / 8)
 """Weight of former hits after each choice, which is made after accesses of a quarter of the capacity."""
 
 
-class Admission:
+class Admission(SampledCaches):
     """The choice of one tier between storing blocks at their first use and at their second.
 
     Both rules are simulated by LRU for an eighth of the keys, or fewer, in as small a part of the capacity. Once the
@@ -39,13 +28,12 @@ class Admission:
     """
 
     def __init__(self, link: TierLink, slots: int) -> None:
+        self._all, self._again, self._above = LRU(), LRU(), LRU()
+        super().__init__(self._all, self._again, self._above)
         self._link = link
         self._slots = slots
         self.min_uses = 1  # Use from which a block is stored.
-        self.mask = _SAMPLED_MIN - 1
-        """The keys whose XXH3 has none of these bits are simulated."""
-        self._room = _ROOM_MAX
-        self._all, self._again, self._above = self._shadows = LRU(), LRU(), LRU()
+        self._room = ROOM_MAX
         self._lost = 0.0
         self._accesses = 0.0
         self._uses = 0
@@ -71,8 +59,8 @@ class Admission:
             self._choose()
 
     def _trim(self) -> None:
-        for shadow in self._all, self._again:
-            shadow.victims(len(shadow) - self._room)
+        for cache in self._all, self._again:
+            cache.victims(len(cache) - self._room)
         self._above.victims(len(self._above) - min(self._room, self._slots // (self.mask + 1)))
 
     def _choose(self) -> None:
@@ -80,13 +68,10 @@ class Admission:
         if not stats.used_bytes or not stats.capacity_bytes:
             return
         blocks = stats.capacity_bytes * stats.blocks // stats.used_bytes
-        while blocks // (self.mask + 1) > _ROOM_MAX:
-            self.mask = 2 * self.mask + 1
-            for shadow in self._shadows:
-                for key in [key for key in shadow if xxh3_64_intdigest(key) & self.mask]:
-                    shadow.remove(key)
+        while blocks // (self.mask + 1) > ROOM_MAX:
+            self._simulate_fewer()
         self._room = blocks // (self.mask + 1)
-        if self._room < _ROOM_MIN or len(self._all) < 0.9 * self._room:
+        if self._room < ROOM_MIN or len(self._all) < 0.9 * self._room:
             # While the tier is filling, every block has room.
             self.min_uses, self._lost, self._accesses = 1, 0.0, 0.0
             return

@@ -134,9 +134,10 @@ class Cascades(Part):
         seen = {key: self._sightings.get(key, 0) + 1 for key in reversed(keys)}
         for key, count in seen.items():
             self._sightings[key] = count
-        for admission in self._admissions.values():
-            for key in keys:
-                if not xxh3_64_intdigest(key) & admission.mask:
+        for key in keys if self._admissions else ():
+            digest = xxh3_64_intdigest(key)
+            for admission in self._admissions.values():
+                if not digest & admission.mask:
                     admission.use(key, seen[key])
 
     def exclude(self, keys: Sequence[BlockKey]) -> None:

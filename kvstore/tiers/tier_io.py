@@ -625,8 +625,7 @@ class TierIO:
 
     def _on_found(self, keys: Sequence[BlockKey], *, recovered: bool = False) -> None:
         """Report blocks found on the medium that this engine did not put just now."""
-        backend = self._backend
-        own = backend.own(keys) if isinstance(backend, SharedMedium) else [backend.exclusive] * len(keys)
+        own = self._backend.own(keys)
         if ours := tuple(key for key, is_ours in zip(keys, own, strict=True) if is_ours):
             self._post(PresenceAdded(ours, recovered))
         if len(ours) < len(keys):

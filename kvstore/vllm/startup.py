@@ -236,7 +236,7 @@ def _check_tiers(ours: Mapping[str, Mapping[str, Any]], here: bool, faults: list
     used: dict[Path, str] = {}
     names: dict[str, str] = {}
     for place, tier in ours.items():
-        page = _PAGES.get(tier.get("backend", tier["type"]))
+        page = _PAGES.get(str(tier.get("backend", tier["type"])))
         with _collecting(faults, place, f"docs/{page}.md" if page else ""):
             options = check_options(tier, tier_type=tier["type"])
             backend = options.pop("backend")

@@ -95,6 +95,13 @@ def test_a_fault_ends_with_the_page_of_its_options() -> None:
     assert [line.rpartition(" See ")[2] for line in shown[:-1]] == [f"{row['page']}." for row in rows[:-1]]
 
 
+def test_a_backend_of_another_type_is_a_fault() -> None:
+    """A list where the name of a backend belongs is named, like any other wrong value."""
+    tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": ["redis"]}
+    shown = run_here("check", json.dumps(_transfer(Path("/tmp"), secondary_tiers=[tier]))).stdout
+    assert "secondary_tiers[0]: The backend of a KVStoreTier is ['redis']. Give" in shown
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
