@@ -8,12 +8,14 @@
   tier and one request at a time. Requests say how much of them is stored. The column to compare is ``cached_tokens``.
 
 Each system has a server of its own; the generators send to one server after the other, each time with prompts that are
-new to all. Times to the first token are the generator's, ``cached_tokens`` and ``prompt_tokens`` come from the server's
-metrics. The device and the CPU memory have room for about half of the prefixes; the tiers have room for all.
+new to all. Two equal servers differ by up to 15 % for their whole lifetime, so all are started for each run, and a
+second server with vLLM's tiers, ``vllm-fs-again``, shows this noise. Times to the first token are the generator's,
+``cached_tokens`` and ``prompt_tokens`` come from the server's metrics. The device and the CPU memory have room for
+about half of the prefixes; the tiers have room for all.
 
     python bench/generators.py [--quick] [--runs N] [--only multi_turn,selective] [--json FILE]
 
-The first run downloads vLLM's source and installs guidellm, into the virtual environment. Takes about half an hour.
+The first run downloads vLLM's source and installs guidellm, into the virtual environment. Takes about 40 minutes.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ import argparse
 import csv
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Add the repository, so that this file runs as a program.
@@ -39,7 +42,7 @@ from bench.vllm_overhead import bench_arguments, bench_setup, engine, in_turns, 
 from examples.serving import Server
 from tests.outside.sources import MULTI_TURN, ROOT, generators, vllm_tests
 
-SYSTEMS = ("none", "vllm-fs", "kvstore-file")
+SYSTEMS = ("none", "vllm-fs", "kvstore-file", "vllm-fs-again")
 COLUMNS = ("op", "system", "requests", "ttft_s_p50", "ttft_s_p99", "requests_per_s", "cached_tokens", "prompt_tokens")
 _SERVE = """import argparse, asyncio
 from vllm.benchmarks.serve import add_cli_args, main_async
@@ -71,7 +74,8 @@ class Size:
     clients: int
 
 
-Generator = Callable[[Server, Path, Size, int], Result]
+Generator = Callable[..., Result]
+"""Takes a server, a directory to work in, a size and a seed."""
 
 
 def prefix_repetition(server: Server, work: Path, size: Size, seed: int, **more: object) -> Result:
@@ -251,49 +255,65 @@ def make_tokenizer(model: Path) -> None:
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None}))
 
 
-def measure(
-    op: str, cases: Mapping[str, tuple[Server, Callable[[Path, int], Result]]], work: Path, runs: int
-) -> Iterator[Row]:
-    """Run a generator on all systems in turns; yield a row for each."""
-    found: dict[str, list[Result]] = {name: [] for name in cases}
-    counts: dict[str, list[tuple[int, int]]] = {name: [] for name in cases}
-    for run in range(runs):
-        for name in in_turns(tuple(cases), run):
-            server, generate = cases[name]
-            before = [counted(server, each) for each in ("prompt_tokens_cached", "prompt_tokens")]
-            found[name].append(generate(work, 1000 * run + 1))
-            time.sleep(_SETTLE_S)
-            cached, tokens = (counted(server, each) for each in ("prompt_tokens_cached", "prompt_tokens"))
-            counts[name].append((cached - before[0], tokens - before[1]))
-        say(f"  {op} {run + 1}: " + ", ".join(f"{name} {found[name][-1].seconds:.1f} s" for name in cases))
-    for name, results in found.items():
-        yield {
+Case = tuple[Server, Callable[[Path, int], Result]]
+
+
+@dataclass(slots=True)
+class Runs:
+    """Results of a workload on one system."""
+
+    results: list[Result] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def row(self, op: str, system: str) -> Row:
+        results = self.results
+        return {
             "bench": "generators",
             "op": op,
-            "system": name,
+            "system": system,
             "requests": sum(len(each.ttfts_s) for each in results),
             "ttft_s_p50": statistics.median(percentile(each.ttfts_s, 0.5) for each in results),
             "ttft_s_p99": statistics.median(percentile(each.ttfts_s, 0.99) for each in results),
             "requests_per_s": statistics.median(len(each.ttfts_s) / each.seconds for each in results),
-            "cached_tokens": sum(cached for cached, _ in counts[name]),
-            "prompt_tokens": sum(tokens for _, tokens in counts[name]),
-            "runs": runs,
+            "cached_tokens": self.cached_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "runs": len(results),
         }
 
 
+def case(server: Server, generate: Generator, size: Size, **more: object) -> Case:
+    """Return a server with the generator to run on it."""
+    return server, lambda at, seed: generate(server, at, size, seed, **more)
+
+
+def run_once(op: str, cases: Mapping[str, Case], runs: Mapping[str, Runs], work: Path, run: int) -> None:
+    """Run a generator once on each system, in turns."""
+    for name in in_turns(tuple(cases), run):
+        server, generate = cases[name]
+        before = [counted(server, each) for each in ("prompt_tokens_cached", "prompt_tokens")]
+        runs[name].results.append(generate(work, 1000 * run + 1))
+        time.sleep(_SETTLE_S)
+        cached, tokens = (counted(server, each) for each in ("prompt_tokens_cached", "prompt_tokens"))
+        runs[name].cached_tokens += cached - before[0]
+        runs[name].prompt_tokens += tokens - before[1]
+    say(f"  {op} {run + 1}: " + ", ".join(f"{name} {runs[name].results[-1].seconds:.1f} s" for name in cases))
+
+
 def general(work: Path, model: Path, names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """Run the generators on the three systems."""
+    """Run the generators on the three systems and a second server of one of them, all started for each run."""
     size = Size(4, 512, 128, 16, 2) if options.quick else Size(8, 2048, 256, 48, 4)
     tokens = size.prefixes * size.prefix_tokens // 2
     arguments = ("--num-gpu-blocks-override", str(max(tokens, 4096) // 32 + 8), "--max-model-len", "4096")
     room = {"block_tokens": 32, "cpu_bytes_to_use": (tokens // 32 + 1) * _row_bytes(model)}
-    with serving(work, model, SYSTEMS, arguments=arguments, **room) as servers:
-        for name in names:
-            cases = {
-                system: (server, lambda at, seed, one=server, by=GENERATORS[name]: by(one, at, size, seed))
-                for system, server in servers.items()
-            }
-            yield from measure(name, cases, work, runs_of(options, 3))
+    found = {name: {system: Runs() for system in SYSTEMS} for name in names}
+    for run in range(runs_of(options, 3)):
+        with serving(work / f"run-{run}", model, SYSTEMS, arguments=arguments, **room) as servers:
+            for name, runs in found.items():
+                cases = {system: case(server, GENERATORS[name], size) for system, server in servers.items()}
+                run_once(name, cases, runs, work, run)
+        shutil.rmtree(work / f"run-{run}")
+    yield from (of.row(name, system) for name, runs in found.items() for system, of in runs.items())
 
 
 def selective(work: Path, model: Path, options: argparse.Namespace) -> Iterator[Row]:
@@ -309,16 +329,14 @@ def selective(work: Path, model: Path, options: argparse.Namespace) -> Iterator[
         "kvstore: max_offload_tokens": ("kvstore-primary", {"max_offload_tokens": size.prefix_tokens}),
     }
     arguments = ("--no-enable-prefix-caching", "--max-model-len", "4096")
-    for number, (case, (system, body)) in enumerate(bodies.items()):
+    for number, (name, (system, body)) in enumerate(bodies.items()):
         extra = json.dumps({"kv_transfer_params": body})
         # A server each, so that no case finds memory that another one filled.
         with serving(work / f"selective-{number}", model, [system], arguments=arguments, **room) as servers:
-            one = servers[system]
-
-            def generate(at: Path, seed: int, one: Server = one, extra: str = extra) -> Result:
-                return prefix_repetition(one, at, size, seed, **{"extra-body": extra})
-
-            yield from measure("selective", {case: (one, generate)}, work, 1)
+            cases = {name: case(servers[system], prefix_repetition, size, **{"extra-body": extra})}
+            runs = {name: Runs()}
+            run_once("selective", cases, runs, work, 0)
+            yield runs[name].row("selective", name)
 
 
 def _row_bytes(model: Path) -> int:

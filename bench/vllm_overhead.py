@@ -78,8 +78,11 @@ class Load:
 
 
 def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] | None:
-    """Return ``kv_connector_extra_config``; the same spec for all, because vLLM's own does not run on a CPU."""
-    if system in ("none", CONTROL):
+    """Return ``kv_connector_extra_config``; the same spec for all, because vLLM's own does not run on a CPU.
+
+    A second server of a system has its name and ``-again``.
+    """
+    if system.removesuffix("-again") == "none":
         return None
     directory.mkdir(parents=True, exist_ok=True)
     manager, tiers = {
@@ -87,7 +90,7 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
         "vllm-primary": ("vllm", []),
         "kvstore-file": ("kvstore", [{"type": "file", "path": str(directory), "capacity": "50%"}]),
         "kvstore-primary": ("kvstore", []),
-    }[system]
+    }[system.removesuffix("-again")]
     return {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",
