@@ -2,7 +2,7 @@
 
 ``of_gap`` is the share of the hits between LRU and the optimum that a policy gains; negative if LRU has more.
 
-    python bench/eviction.py [--quick] [--admission] [--seed N] [--kinds KIND ...] [--trace FILE ...] [--json FILE]
+    python bench/eviction.py [--quick] [--admission] [--seed N] [--kinds KIND ...] [--trace FILE ... [--block-tokens N]]
 
 With ``--admission``, the policies are offload policies that write to a disk tier, below CPU memory for a fifth of its
 blocks, and ``saved`` is the share of the writes of the default that they save.
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=6000, help="of each generated trace")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="generated traces (default: all)")
     parser.add_argument("--trace", metavar="FILE", nargs="*", default=[], help="traces in Mooncake's format")
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="of a block of these traces")
     options = parser.parse_args()
     requests = 300 if options.quick else options.requests
     rows_of = measure_admission if options.admission else measure
@@ -189,7 +190,7 @@ def main() -> None:
         for kind in options.kinds:
             rows.extend(rows_of(kind, KINDS[kind](options.seed, requests)))
         for file in options.trace:
-            rows.extend(rows_of(Path(file).stem, read_trace(file)))
+            rows.extend(rows_of(Path(file).stem, read_trace(file, block_tokens=options.block_tokens)))
 
 
 if __name__ == "__main__":

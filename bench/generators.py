@@ -6,6 +6,8 @@
 - long_doc_qa: `lmcache bench engine` of LMCache; several questions about each of some documents, which it sends before.
 - selective: the experiment of vLLM's pull request 39983; as prefix_repetition, with too little CPU memory, no other
   tier and one request at a time. Requests say how much of them is stored. The column to compare is ``cached_tokens``.
+- lazy: the experiment of vLLM's pull request 37160; as multi_turn, without offloading, with CPU memory alone, and with
+  a tier that gets blocks at once or when CPU memory evicts them.
 
 Each system has a server of its own; the generators send to one server after the other, each time with prompts that are
 new to all. Two equal servers differ by up to 15 % for their whole lifetime, so all are started for each run, and a
@@ -15,7 +17,7 @@ about half of the prefixes; the tiers have room for all.
 
     python bench/generators.py [--quick] [--runs N] [--only multi_turn,selective] [--json FILE]
 
-The first run downloads vLLM's source and installs guidellm, into the virtual environment. Takes about 40 minutes.
+The first run downloads vLLM's source and installs guidellm, into the virtual environment. Takes about 50 minutes.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from examples.serving import Server
 from tests.outside.sources import MULTI_TURN, ROOT, generators, vllm_tests
 
 SYSTEMS = ("none", "vllm-fs", "kvstore-file", "vllm-fs-again")
+LAZY_SYSTEMS = ("none", "vllm-primary", "kvstore-primary", "kvstore-file", "kvstore-file-lazy")
 COLUMNS = ("op", "system", "requests", "ttft_s_p50", "ttft_s_p99", "requests_per_s", "cached_tokens", "prompt_tokens")
 _SERVE = """import argparse, asyncio
 from vllm.benchmarks.serve import add_cli_args, main_async
@@ -300,17 +303,19 @@ def run_once(op: str, cases: Mapping[str, Case], runs: Mapping[str, Runs], work:
     say(f"  {op} {run + 1}: " + ", ".join(f"{name} {runs[name].results[-1].seconds:.1f} s" for name in cases))
 
 
-def general(work: Path, model: Path, names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
-    """Run the generators on the three systems and a second server of one of them, all started for each run."""
+def general(
+    work: Path, model: Path, systems: Sequence[str], names: Mapping[str, Generator], options: argparse.Namespace
+) -> Iterator[Row]:
+    """Run generators on all systems, whose servers are started for each run."""
     size = Size(4, 512, 128, 16, 2) if options.quick else Size(8, 2048, 256, 48, 4)
     tokens = size.prefixes * size.prefix_tokens // 2
     arguments = ("--num-gpu-blocks-override", str(max(tokens, 4096) // 32 + 8), "--max-model-len", "4096")
     room = {"block_tokens": 32, "cpu_bytes_to_use": (tokens // 32 + 1) * _row_bytes(model)}
-    found = {name: {system: Runs() for system in SYSTEMS} for name in names}
+    found = {name: {system: Runs() for system in systems} for name in names}
     for run in range(runs_of(options, 3)):
-        with serving(work / f"run-{run}", model, SYSTEMS, arguments=arguments, **room) as servers:
+        with serving(work / f"run-{run}", model, systems, arguments=arguments, **room) as servers:
             for name, runs in found.items():
-                cases = {system: case(server, GENERATORS[name], size) for system, server in servers.items()}
+                cases = {system: case(server, names[name], size) for system, server in servers.items()}
                 run_once(name, cases, runs, work, run)
         shutil.rmtree(work / f"run-{run}")
     yield from (of.row(name, system) for name, runs in found.items() for system, of in runs.items())
@@ -351,7 +356,7 @@ def main() -> int:
     parser = bench_arguments(__doc__)
     parser.add_argument("--only", help="names of workloads, separated by commas")
     options = parser.parse_args()
-    workloads = (*GENERATORS, "selective")
+    workloads = (*GENERATORS, "selective", "lazy")
     chosen = options.only.split(",") if options.only else workloads
     if unknown := set(chosen) - set(workloads):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}. Expected some of {', '.join(workloads)}.")
@@ -359,10 +364,12 @@ def main() -> int:
     generators()
     with reporting(options, COLUMNS, engine=engine()) as rows, bench_setup(options) as (work, model):
         make_tokenizer(model)
-        if names := [name for name in GENERATORS if name in chosen]:
-            rows += general(work, model, names, options)
+        if names := {name: generate for name, generate in GENERATORS.items() if name in chosen}:
+            rows += general(work, model, SYSTEMS, names, options)
         if "selective" in chosen:
             rows += selective(work, model, options)
+        if "lazy" in chosen:
+            rows += general(work, model, LAZY_SYSTEMS, {"lazy": multi_turn}, options)
     return 0
 
 

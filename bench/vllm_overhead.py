@@ -85,11 +85,13 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
     if system.removesuffix("-again") == "none":
         return None
     directory.mkdir(parents=True, exist_ok=True)
-    manager, tiers = {
-        "vllm-fs": ("vllm", [{"type": "fs", "root_dir": str(directory)}]),
-        "vllm-primary": ("vllm", []),
-        "kvstore-file": ("kvstore", [{"type": "file", "path": str(directory), "capacity": "50%"}]),
-        "kvstore-primary": ("kvstore", []),
+    file = [{"type": "file", "path": str(directory), "capacity": "50%"}]
+    manager, tiers, options = {
+        "vllm-fs": ("vllm", [{"type": "fs", "root_dir": str(directory)}], {}),
+        "vllm-primary": ("vllm", [], {}),
+        "kvstore-file": ("kvstore", file, {}),
+        "kvstore-file-lazy": ("kvstore", file, {"tiering": {"policy": {"lazy": True}}}),
+        "kvstore-primary": ("kvstore", [], {}),
     }[system.removesuffix("-again")]
     return {
         "spec_name": "KVStoreOffloadingSpec",
@@ -97,6 +99,7 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
         "manager": manager,
         "cpu_bytes_to_use": PRIMARY_BYTES,
         "secondary_tiers": tiers,
+        **options,
         **more,
     }
 

@@ -68,6 +68,9 @@ sys.exit(module.main())
 DIRECTORIES = ("density", "disk", "engine_thread", "hedge", "visibility")
 """Benchmarks that store in a directory, which a killed run leaves behind."""
 
+CONVERSATIONS = ROOT / "tests/bench/conversations.json"
+"""Five made conversations in tau-bench's format, of three calls each."""
+
 PROGRAMS = {
     "bench/codec.py": "--quick --runs 1 --dtypes bf16",
     "bench/cuda_copy.py": "--quick --runs 1 --no-spin",
@@ -89,7 +92,8 @@ PROGRAMS = {
     "bench/s3.py": "--quick --only null --sizes 4 --mib 1",
     "bench/tenants.py": "--requests 20",
     "bench/visibility.py": "--quick",
-    "bench/vllm_e2e.py": "--quick --runs 1",
+    "bench/trajectories.py": f"{CONVERSATIONS} /dev/null",
+    "bench/vllm_e2e.py": f"--quick --runs 1 --trajectories {CONVERSATIONS}",
     "bench/vllm_overhead.py": "--quick --runs 1",
     "bench/vllm_ttft.py": "--quick --runs 1",
     "examples/custom_backend.py": "",
@@ -101,6 +105,7 @@ PROGRAMS = {
 
 OUTPUT = {
     "bench/gpu.py": "| model-loses |     ok |",
+    "bench/trajectories.py": "15 requests",
     "examples/custom_backend.py": "the same bytes: True",
     "examples/library.py": "8 ranks loaded 40 blocks; every byte is right.",
     "examples/tiny_llama.py": "model",
