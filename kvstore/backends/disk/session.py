@@ -290,7 +290,7 @@ class Session:
 
     def _is_gone(self, root: Root) -> bool:
         """Return whether a root was deleted or, for a reader, left by all engines for another one; on a thread."""
-        if not self.disk.fstat(root.namespace_fd).st_nlink:
+        if root.is_gone():
             return True
         if not self._reads_only:
             return False
