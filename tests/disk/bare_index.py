@@ -36,7 +36,7 @@ def read_segment(*blocks: tuple[int, BlockKey], is_ours: bool = True) -> tuple[S
 
 def take(index: Index, count: int) -> list[int]:
     """Take free slots of any length."""
-    return index.take(count, PAGE, SLOT)
+    return index.take(count, PAGE, longer=True)
 
 
 def add(index: Index, places: Sequence[int], keys: Sequence[BlockKey] | None = None) -> None:

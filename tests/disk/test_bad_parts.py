@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.backends.disk import index as index_module
+from kvstore.backends.disk.drives import Drives
 from kvstore.backends.disk.limits import Limits
+from kvstore.diskio import OsDisk, Transfer
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import BadDisk, Rig, opened
@@ -195,3 +197,36 @@ async def test_cancelled_close_frees_all_files(tmp_path: Path, engine: str, turn
     async with opened(tmp_path, 64, engine=engine) as rig:
         assert rig.backend.stats().blocks >= 8
         await rig.has_all(values)
+
+
+class OneWaits(OsDisk):
+    """A disk where the write at offset 0 waits."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        assert offset or self.go.wait(30)
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_root_that_answers_another_write_is_not_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A root is frozen once none of its writes has ended for some seconds, however long one of them takes."""
+    now, disk = [0.0], OneWaits()
+    monkeypatch.setattr("kvstore.backends.disk.drives.time", SimpleNamespace(monotonic=lambda: now[0]))
+    drives = Drives(disk, "threads", 2, threads=2, frozen_s=2.0)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    drives.admit(0, fd)
+    content = memoryview(bytes(8))
+    waiting = asyncio.create_task(drives.write([Transfer(fd, 0, [content], 8)]))
+    await asyncio.sleep(0)
+    frozen: list[tuple[set[int], set[int]]] = []
+    for now[0] in (1.0, 3.0, 5.0):
+        before = drives.frozen()
+        await drives.write([Transfer(fd, 8, [content], 8)])
+        frozen.append((before, drives.frozen()))
+    assert frozen == [(set(), set()), ({0}, set()), ({0}, set())]
+    disk.go.set()
+    await waiting
+    assert await drives.close(5.0)
+    os.close(fd)

@@ -384,6 +384,18 @@ async def test_new_segment_under_an_old_name_is_followed(tmp_path: Path) -> None
         await reader.has_all(new)
 
 
+async def test_table_replaced_in_one_step_is_followed_no_more(tmp_path: Path) -> None:
+    """The blocks of a table whose name leads to another file are gone, although its own file stays readable."""
+    async with opened(tmp_path, 256) as reader, opened(tmp_path, 256) as one:
+        values = await one.put_new(8)
+        await follows(reader, values)
+        (table,) = tables(tmp_path)
+        other = tmp_path / "other"
+        other.write_bytes(bytes(table.stat().st_size))
+        other.replace(table)
+        await eventually_async(lambda: len(reader.removed) == 8, what="the blocks are reported as removed")
+
+
 async def test_new_holder_announces_all_rows(tmp_path: Path) -> None:
     """Rows that engines wrote just before they ended are seen by all others once one engine has all their segments."""
     disk = Silent()

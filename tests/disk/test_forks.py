@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
-from tests.disk.rig import opened
+from tests.disk.rig import OTHER_NAMESPACE, filled, opened
 from tests.project.tree import ROOT
 
 pytestmark = pytest.mark.timeout(120)
@@ -148,6 +150,32 @@ def test_calls_in_a_forked_process_are_refused(tmp_path: Path, engine: str) -> N
 def test_tier_is_closed_in_a_forked_process(tmp_path: Path, host: str) -> None:
     """Lookups, stores and loads are misses and failures at once, a close returns, and the parent's tier goes on."""
     run(TIER, str(tmp_path), host)
+
+
+class Copies(OsDisk):
+    """A disk whose process is forked during each look at a lock: the fork has a copy of the descriptor."""
+
+    def __init__(self) -> None:
+        self.copies: list[int] = []
+
+    def flock(self, fd: int, operation: int) -> None:
+        super().flock(fd, operation)
+        if operation & fcntl.LOCK_SH:
+            self.copies.append(os.dup(fd))
+
+
+async def test_process_forked_during_a_look_at_a_segment_holds_no_lock(tmp_path: Path) -> None:
+    """A segment without a holder that an engine has looked at can be taken by another one."""
+    values = await filled(tmp_path, 4)
+    disk = Copies()
+    async with opened(tmp_path, 64, namespace=OTHER_NAMESPACE, disk=disk) as rig:
+        await rig.put_new(1)
+        assert disk.copies
+        async with opened(tmp_path, 64) as other:
+            assert other.backend.own(list(values)) == [True] * 4
+            assert other.backend.stats().blocks == 4
+    for fd in disk.copies:
+        os.close(fd)
 
 
 async def test_helper_holds_no_lock(tmp_path: Path) -> None:

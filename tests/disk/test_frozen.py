@@ -46,6 +46,25 @@ async def test_close(tmp_path: Path, engine: str, busy: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
+async def test_close_beside_a_frozen_drive_leaves_the_other_one(tmp_path: Path, engine: str) -> None:
+    """The files of the other drive are closed before the thaw, so that another engine takes its segments."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with ext4(tmp_path / "a") as one, ext4(tmp_path / "b") as two:
+        async with opened([one / "kv", two / "kv"], 64, engine=engine, limits=Limits(close_s=0.2)) as rig:
+            for _ in range(8):
+                await rig.put_new(4)
+            with frozen(one):
+                storing = [asyncio.create_task(rig.put(rig.new(4))) for _ in range(2)]
+                await asyncio.sleep(0.2)
+                await rig.backend.close()
+                await eventually_async(lambda: not open_files(two), 60, "its files are closed")
+                assert open_files(one)
+            await asyncio.gather(*storing, return_exceptions=True)
+            await eventually_async(lambda: not open_files(one), 60, "all files are closed")
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
 async def test_frozen_drive_costs_few_stores(tmp_path: Path, engine: str) -> None:
     """Stores go to the other drive once the frozen one has not answered for some seconds; other engines see them."""
     for name in "ab":

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.backends.disk.files import open_regular
 from kvstore.backends.disk.layout import FORMAT, PAGE, encode_head
+from kvstore.backends.disk.ledger import LedgerBusyError, ledger_held
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
 from kvstore.testing.seeds import fresh_seed
@@ -196,4 +197,26 @@ def test_a_fifo_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None
     here = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(PermissionError, match="not a regular file"):
         open_regular(OsDisk(), "000000.seg", os.O_RDWR, here)
+    os.close(here)
+
+
+class Renames(OsDisk):
+    """A disk where another process replaces a file between its opening and the first lock on it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def flock(self, fd: int, operation: int) -> None:
+        if not self.path.with_name("old").exists():
+            self.path.rename(self.path.with_name("old"))
+            self.path.touch()
+        super().flock(fd, operation)
+
+
+def test_lock_on_a_file_that_was_replaced_is_none(tmp_path: Path) -> None:
+    """Only a lock on the file that has the name now excludes other processes, so that one is locked."""
+    path = tmp_path / "ledger.lock"
+    here = os.open(tmp_path, os.O_RDONLY)
+    with ledger_held(Renames(path), here), pytest.raises(LedgerBusyError), ledger_held(OsDisk(), here, 0.0):
+        pass
     os.close(here)

@@ -16,17 +16,18 @@ from tests.disk.rig import NAMESPACE, NoRows, Rig, head_of, segment_bytes, table
 
 PAYLOAD = 64 << 10
 WHOLE = 4096 + PAYLOAD
-GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
 SLOTS = 256
 """Capacity in whole slots: sixteen segments."""
 
 
-async def opened_rig(path: Path, limits: Limits = LIMITS, disk: OsDisk | None = None) -> Rig:
-    """Return an open backend for blocks of 64 KiB."""
+async def opened_rig(
+    path: Path, limits: Limits = LIMITS, disk: OsDisk | None = None, payload_bytes: int = PAYLOAD
+) -> Rig:
+    """Return an open backend."""
     config = DiskConfig(path=str(path), capacity=Capacity(SLOTS * WHOLE), reserve=Capacity(0), engine="threads")
     backend = DiskBackend(config, limits=limits, disk=disk)
     rig = Rig(backend, random.Random(1), NAMESPACE)
-    await backend.open(NAMESPACE, GEOMETRY)
+    await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, payload_bytes))
     return rig
 
 
@@ -100,6 +101,20 @@ async def test_segments_follow_the_lengths_that_are_stored(tmp_path: Path) -> No
             held = sum(head.slots for head in of_length if head.slot_bytes == 4096 + size)
             assert held >= expected * 0.7, (size, [(head.slots, head.slot_bytes) for head in of_length])
             assert segment_bytes(tmp_path) <= SLOTS * WHOLE
+    finally:
+        await rig.backend.close()
+
+
+async def test_slots_for_longer_blocks_of_an_earlier_run_are_used(tmp_path: Path) -> None:
+    """After a start with shorter blocks under the same namespace, stores evict, and blocks are found."""
+    rig = await opened_rig(tmp_path)
+    await fill(rig, PAYLOAD, 2 * SLOTS)
+    await rig.backend.close()
+    rig = await opened_rig(tmp_path, payload_bytes=PAYLOAD // 8)
+    try:
+        values = await store(rig, [PAYLOAD // 8] * 64)
+        assert len(values) == 64
+        await rig.has_all(values)
     finally:
         await rig.backend.close()
 

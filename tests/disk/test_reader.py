@@ -65,6 +65,15 @@ async def test_engines_do_not_count_a_reader(tmp_path: Path) -> None:
                 await finds(reader, await following.put_new(4))
 
 
+async def test_a_reader_finds_the_last_blocks_of_an_ended_engine(tmp_path: Path) -> None:
+    """An engine that ends announces the rows that it wrote last, although no other engine takes its segments."""
+    async with opened(tmp_path, 64) as engine, reading(engine) as reader:
+        await finds(reader, await engine.put_new(2))
+        values = await engine.put_new(2)
+        await engine.backend.close()
+        await finds(reader, values)
+
+
 async def test_a_reader_takes_no_stores(tmp_path: Path) -> None:
     """What is put to a reader is shed: it gets no segment, and engines do not see it."""
     async with opened(tmp_path, 64) as engine, reading(engine) as reader:

@@ -239,6 +239,23 @@ async def test_block_that_was_being_stored_during_an_eviction_is_evicted_later(t
         assert await rig.backend.exists([key]) == [False]
 
 
+async def test_slot_of_a_block_removed_during_its_eviction_is_free_once(tmp_path: Path) -> None:
+    """A removal waits for the eviction of its block, so that the slot is given to one other block."""
+    disk = HeldRows()
+    async with opened(tmp_path, 16, disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.go.clear()
+        store = asyncio.create_task(rig.put(rig.new(1)))
+        await eventually_async(lambda: disk.waits, what="the row of the evicted block")
+        removal = asyncio.create_task(rig.backend.delete(list(values)))
+        await asyncio.sleep(0)
+        disk.go.set()
+        assert await store == [Outcome.OK]
+        assert sorted(await removal) == [False] + [True] * 15
+        stats = rig.backend.stats()
+        assert stats.blocks + stats.gauges["free_slots"] == 16
+
+
 async def test_block_of_a_segment_taken_during_its_store_has_one_copy(tmp_path: Path) -> None:
     """A store whose block arrives with a segment that is taken meanwhile frees its own slot, also on the disk."""
     disk = HeldRows()

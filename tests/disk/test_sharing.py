@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import pytest
 
 from kvstore.backends.disk.limits import Limits
+from kvstore.backends.disk.root import Due
+from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.namespace import Namespace
 from kvstore.testing.seeds import fresh_seed
@@ -225,6 +227,23 @@ async def test_stopped_engine_delays_others_only(tmp_path: Path, stopped: str) -
             await eventually_async(lambda: stores_up_to(two, 3), 60)
             # Also into segments that are being given.
             await one.put_new(4)
+
+
+async def test_engine_in_place_of_a_silent_larger_one_removes_one_segment_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the larger engine before each segment that it removes to restore the capacity."""
+    async with opened(tmp_path, SLOTS) as one, opened(tmp_path, SLOTS) as two:
+        for task in (*one.session._tasks, *two.session._tasks):
+            task.cancel()
+        await one.put_new(8)
+        await two.put_new(4)
+        (root,) = two.session.roots
+        root.capacity = Capacity(1)
+        clock = itertools.count(100)
+        monkeypatch.setattr("kvstore.backends.disk.root.time", SimpleNamespace(monotonic=lambda: next(clock)))
+        dues = [root.due(4 * SLOT, 0, 4 * SLOT, largest_s=5) for _ in range(13)]
+        assert [number for number, due in enumerate(dues) if due is Due.REMOVE] == [5, 10]
 
 
 async def stores_up_to(rig: Rig, count: int) -> bool:

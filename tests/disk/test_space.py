@@ -24,7 +24,7 @@ from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import SLOT, BadDisk, Rig, filled, segment_bytes, tables
+from tests.disk.rig import NAMESPACE, SLOT, BadDisk, Rig, filled, segment_bytes, tables
 from tests.disk.rig import opened as opened_at
 from tests.diskio.faulty_disk import FaultyDisk
 
@@ -328,6 +328,28 @@ async def test_files_under_the_names_of_deleted_ones_stay(tmp_path: Path) -> Non
             path.write_bytes(b"another engine's")
         await eventually_async(lambda: rig.backend.stats().counters["segments_given_up"] == 1)
         assert [path.read_bytes() for path in paths] == [b"another engine's"] * 2
+
+
+@pytest.mark.parametrize("directory", [NAMESPACE.hex, ".kvstore"])
+async def test_renamed_directory_counts_as_deleted(tmp_path: Path, directory: str) -> None:
+    """An engine makes no segment where others do not look, keeps none there, and stores in its other root."""
+    renamed, other = tmp_path / "renamed", tmp_path / "other"
+    async with opened([renamed, other], 128) as rig:
+        await rig.put_new(16)
+        (renamed / directory).rename(renamed / "kept")
+        before = segment_bytes(renamed)
+        while rig.backend.stats().gauges["segment_bytes"] < 64 * SLOT:
+            await rig.put_new(4)
+        assert segment_bytes(renamed) <= before
+        assert rig.backend.stats().ready
+        if directory == NAMESPACE.hex:
+            await eventually_async(lambda: not list(renamed.rglob("*.seg")))
+    async with opened(renamed, 64) as rig:
+        await rig.put_new(4)
+        (renamed / directory).rename(renamed / "kept again")
+        await eventually_async(lambda: rig.backend.stats().is_lost)
+        with pytest.raises(BackendUnavailableError, match="renamed"):
+            await rig.put_new(1)
 
 
 def deleted_files(root: Path) -> list[str]:

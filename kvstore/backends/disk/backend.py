@@ -280,7 +280,7 @@ class DiskBackend(SharedMedium):
         session = self._opened()
         if session.removed:
             raise BackendUnavailableError(
-                f"{self.config.paths} were deleted while in use. A tier makes them again.", backend=self.name
+                f"{self.config.paths} were deleted or renamed while in use. A tier makes them again.", backend=self.name
             )
         with self._calls:
             try:

@@ -71,16 +71,10 @@ class Drives:
         """Close all engines; return whether everything has ended (:meth:`TransferEngine.close`)."""
         return all(await asyncio.gather(*[each.close(timeout_s) for each in self._engines]))
 
-    def release(self, close_files: Callable[[], None]) -> None:
-        """End without waiting; close files once no operation of any engine uses them any more."""
-        ended = itertools.count(1)
-
-        def close_if_last() -> None:
-            if next(ended) == len(self._engines):
-                close_files()
-
-        for each in self._engines:
-            each.release(close_if_last)
+    def release(self, close_files: Callable[[int], None]) -> None:
+        """End without waiting; close the files of each root once its engine uses them no more."""
+        for root, each in enumerate(self._engines):
+            each.release(partial(close_files, root))
 
     async def _write(self, root: int, transfers: Sequence[Transfer]) -> None:
         if not self._writing[root]:

@@ -59,6 +59,15 @@ def is_own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1
 
 
+def named(disk: OsDisk, fd: int, name: str, dir_fd: int) -> os.stat_result | None:
+    """Return the status of an open file or directory; None if it has not this name any more."""
+    status = disk.fstat(fd)
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(status, disk.stat(name, dir_fd)):
+            return status
+    return None
+
+
 def names_in(disk: OsDisk, dir_fd: int) -> list[str]:
     """Return the names in a directory. Opens a new descriptor, because the read position belongs to the descriptor."""
     fd = disk.open_dir(".", dir_fd)
@@ -201,10 +210,9 @@ class FileLock:
             try:
                 self._disk.flock(fd, operation)
                 # Only a lock on the file that has the name now excludes other processes.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(self._disk.fstat(fd), self._disk.stat(self._name, self._dir_fd)):
-                        self.fd, fd = fd, -1
-                        return True
+                if named(self._disk, fd, self._name, self._dir_fd) is not None:
+                    self.fd, fd = fd, -1
+                    return True
             except BlockingIOError:
                 return False
             finally:

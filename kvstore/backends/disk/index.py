@@ -138,8 +138,8 @@ class Index:
                     self._left_behind.discard(place)
                     self.release((place,))
 
-    def take(self, count: int, slot_bytes: int, slot_bytes_max: int, *, resting: bool = False) -> list[int]:
-        """Take at most ``count`` free slots with lengths in a range, with ``resting`` also of segments that rest.
+    def take(self, count: int, slot_bytes: int, *, longer: bool = False, resting: bool = False) -> list[int]:
+        """Take at most ``count`` free slots of a length, or also ``longer`` ones or those of segments that rest.
 
         In order, so that neighbours are written together.
         """
@@ -149,7 +149,7 @@ class Index:
         for segment in list(self._free.values()):
             if len(taken) == count:
                 break
-            fits = slot_bytes <= segment.head.slot_bytes <= slot_bytes_max
+            fits = segment.head.slot_bytes == slot_bytes or (longer and segment.head.slot_bytes > slot_bytes)
             if fits and (resting or not segment.rests_until):
                 slots = segment.free[len(taken) - count :]
                 del segment.free[-len(slots) :]

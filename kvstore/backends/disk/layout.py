@@ -21,6 +21,9 @@ from kvstore.types import KEY_BYTES_MAX, BlockKey
 FORMAT: Final = 3
 """Version of the whole format; version 2 had a journal for each engine."""
 
+STATE_DIR: Final = ".kvstore"
+"""Directory of a root with the files that concern all namespaces."""
+
 LAYOUT_NAME: Final = "disk.json"
 """File of a root that states the format."""
 

@@ -91,10 +91,12 @@ class Members:
 
 
 def is_locked(disk: OsDisk, fd: int) -> bool:
-    """Return whether another open file has the lock on a file; if not, ``fd`` has a shared one until it is closed."""
+    """Return whether another open file has the lock on a file."""
     try:
         # Shared, so that two engines that look at once do not exclude each other.
         disk.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    # Not by the close alone: a process that is forked at this moment has the file open, too.
+    disk.flock(fd, fcntl.LOCK_UN)
     return False

@@ -6,11 +6,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
-from typing import Final
 
 from kvstore.backends.disk import directories, files
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.layout import FORMAT, LAYOUT_NAME
+from kvstore.backends.disk.layout import FORMAT, LAYOUT_NAME, STATE_DIR
 from kvstore.backends.disk.ledger import LEDGER_NAME, READ_ONLY, LedgerBusyError, ledger_held
 from kvstore.backends.disk.members import Members
 from kvstore.backends.disk.older import empty_older
@@ -19,8 +18,6 @@ from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import AbsentError, BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
-
-_STATE_DIR: Final = ".kvstore"
 
 
 def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namespace) -> Root:
@@ -39,7 +36,7 @@ def open_root(disk: OsDisk, position: int, config: DiskConfig, namespace: Namesp
         try:
             fd = entered(directories.open_directory(disk, path))
             directories.check_mode(disk.fstat(fd).st_mode, path)
-            state_fd = entered(directories.enter(disk, _STATE_DIR, fd, path))
+            state_fd = entered(directories.enter(disk, STATE_DIR, fd, path))
             _check_layout(disk, path, state_fd)
             empty_older(disk, path, fd, state_fd)
             direct = config.direct != "off" and directories.takes_direct(disk, LEDGER_NAME, state_fd, path)
@@ -108,7 +105,7 @@ def check_drives(disk: OsDisk, config: DiskConfig) -> None:
     used = max((_roots_used(disk, path) for path in paths), default=0)
     empty = [path for path in paths if not _has_state(disk, path)]
     if empty and len(paths) - len(empty) < used:
-        state = os.path.join(empty[0], _STATE_DIR)
+        state = os.path.join(empty[0], STATE_DIR)
         raise BackendUnavailableError(
             f"{empty[0]!r} was used before with the other directories of 'path', and is empty now. Mount its drive. If "
             f"an empty drive replaces it, whose blocks are lost, do 'mkdir -p -m 700 {state}'.",
@@ -127,7 +124,7 @@ def _roots_used(disk: OsDisk, path: str) -> int:
 
 def _has_state(disk: OsDisk, path: str) -> bool:
     try:
-        disk.close(disk.open_root(os.path.join(path, _STATE_DIR)))
+        disk.close(disk.open_root(os.path.join(path, STATE_DIR)))
     except OSError as error:
         # Opening the root reports any other error.
         return error.errno not in (errno.ENOENT, errno.ENOTDIR)
@@ -138,7 +135,7 @@ def _has_state(disk: OsDisk, path: str) -> bool:
 def _state_opened(disk: OsDisk, path: str) -> Iterator[int]:
     root_fd = disk.open_root(path)
     try:
-        fd = directories.own_directory(disk, _STATE_DIR, root_fd, path)
+        fd = directories.own_directory(disk, STATE_DIR, root_fd, path)
     finally:
         disk.close(root_fd)
     try:
@@ -159,7 +156,7 @@ def open_existing_root(disk: OsDisk, position: int, config: DiskConfig) -> Root:
         try:
             fd = disk.open_root(path)
             undo.callback(files.close_all, disk, fd)
-            state_fd = files.open_own_directory(disk, _STATE_DIR, fd)
+            state_fd = files.open_own_directory(disk, STATE_DIR, fd)
             undo.callback(files.close_all, disk, state_fd)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(f"There is no file tier at {path!r}. Give the 'path' of one.") from error

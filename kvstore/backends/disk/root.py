@@ -37,6 +37,7 @@ from kvstore.backends.disk.layout import (
     PAGE,
     ROW,
     ROW_BYTES,
+    STATE_DIR,
     USES,
     Head,
     Rows,
@@ -201,6 +202,8 @@ class Root:
             OSError: The disk fails.
         """
         head = Head(secrets.randbits(64), slots, slot_bytes, self.digest)
+        if self.is_gone():
+            raise FileNotFoundError(errno.ENOENT, "deleted or renamed", self.path)
         with ledger_held(self.disk, self.state_fd):
             others, stored = self.members.others(), self._stored()
             unheld = self._unheld(stored, others)
@@ -259,28 +262,28 @@ class Root:
         stem = stem_of(segment.number)
         with ledger_held(self.disk, self.state_fd):
             # The name of a file that was deleted or moved may be another engine's now.
-            if self._named(stem + ".tab", segment.table) is not None:
+            if files.named(self.disk, segment.table.fd, stem + ".tab", self.namespace_fd) is not None:
                 for ending in (".tab", USES, NOTES):
                     self._unlink(stem + ending)
-            if self._named(stem + ".seg", segment.file) is not None:
+            if files.named(self.disk, segment.file.fd, stem + ".seg", self.namespace_fd) is not None:
                 self._unlink(stem + ".seg")
             self.disk.ftruncate(segment.file.fd, 0)
 
     def has_files_of(self, segment: Segment) -> bool:
         """Return whether a segment's files still have their names, and lengths with which engines take them."""
         stem, head = stem_of(segment.number), segment.head
-        table, file = self._named(stem + ".tab", segment.table), self._named(stem + ".seg", segment.file)
+        # From the root, because the directory may have been renamed.
+        names = (f"{self.digest.hex()}/{stem}{ending}" for ending in (".tab", ".seg"))
+        fds = segment.table.fd, segment.file.fd
+        table, file = (files.named(self.disk, fd, name, self.fd) for fd, name in zip(fds, names, strict=True))
         if table is None or file is None:
             return False
         return table.st_size >= head.table_bytes and file.st_size == head.segment_bytes
 
-    def _named(self, name: str, file: HeldFile) -> os.stat_result | None:
-        """Return the status of an open file of the namespace; None if it has not this name."""
-        status = self.disk.fstat(file.fd)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(status, self.disk.stat(name, self.namespace_fd)):
-                return status
-        return None
+    def is_gone(self) -> bool:
+        """Return whether its directories were deleted or renamed, so that no other engine looks there."""
+        there = (self.state_fd, STATE_DIR), (self.namespace_fd, self.digest.hex())
+        return any(files.named(self.disk, fd, name, self.fd) is None for fd, name in there)
 
     def stale_files(self) -> dict[str, os.stat_result]:
         """Return the files of the namespace that belong to no segment.

@@ -87,7 +87,6 @@ class Session:
         self._tenants = tenants
         self._limits = limits
         self._reads_only = reads_only
-        self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._removed: set[int] = set()  # Positions of roots whose directory was deleted.
 
@@ -109,7 +108,7 @@ class Session:
             self.disk, config.engine, len(config.paths), threads=config.threads, frozen_s=self._limits.frozen_s
         )
         try:
-            await self.drives.of(0).call(partial(self._open_roots, namespace))
+            await self._open_roots(namespace)
             # The header has a page of its own.
             await self._begin(lengths, geometry.header_bytes + slot_bytes - PAGE)
         except OSError as error:
@@ -131,7 +130,7 @@ class Session:
     def close_late(self) -> None:
         """Close the files once the last thread has left the kernel, without waiting for that."""
         self._stop()
-        self.drives.release(self._files.close)
+        self.drives.release(self._close_root)
 
     def _stop(self) -> None:
         """End upkeep, except for work under way, which may hold locks."""
@@ -160,15 +159,22 @@ class Session:
         await _for_a_while(self._leave(), _ABANDON_S)
         await self._release(_ABANDON_S)
 
-    def _open_roots(self, namespace: Namespace) -> None:
-        check_drives(self.disk, self.config)
+    async def _open_roots(self, namespace: Namespace) -> None:
+        """Open each root with its own engine, at whose end its files are closed."""
+        await self.drives.of(0).call(partial(check_drives, self.disk, self.config))
         for position in range(len(self.config.paths)):
-            self.roots.append(open_root(self.disk, position, self.config, namespace))
-            self._files.callback(self.roots[-1].close)
-        for root in self.roots:
-            if not self._reads_only:
-                root.note_roots(len(self.roots))
-                root.members.state(0)
+            await self.drives.of(position).call(partial(self._open_root, position, namespace))
+        for root in () if self._reads_only else self.roots:
+            await self.drives.of(root.position).call(partial(root.note_roots, len(self.roots)))
+            await self.drives.of(root.position).call(partial(root.members.state, 0))
+
+    def _open_root(self, position: int, namespace: Namespace) -> None:
+        self.roots.append(open_root(self.disk, position, self.config, namespace))
+
+    def _close_root(self, position: int) -> None:
+        # One that was not opened is not there.
+        for root in self.roots[position : position + 1]:
+            root.close()
 
     def _segment_bytes(self, slot_bytes: int) -> int:
         """Return the length of the longest segment."""
@@ -290,7 +296,7 @@ class Session:
 
     def _is_gone(self, root: Root) -> bool:
         """Return whether a root was deleted or, for a reader, left by all engines for another one; on a thread."""
-        if not self.disk.fstat(root.namespace_fd).st_nlink:
+        if root.is_gone():
             return True
         if not self._reads_only:
             return False
@@ -309,7 +315,8 @@ class Session:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         if await self.drives.close(timeout_s):
-            self._files.close()
+            for root in self.roots:
+                root.close()
         else:
             self.close_late()
 

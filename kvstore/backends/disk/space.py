@@ -149,21 +149,21 @@ class Space:
 
     async def _take(self, count: int, length: int) -> list[int]:
         """Take at most ``count`` slots, of this length or a longer one."""
-        index, longest = self._index, self._lengths[0]
+        index = self._index
         index.avoid(self._drives.frozen(), self._limits.frozen_s)
-        places = index.take(count, length, length)
+        places = index.take(count, length)
         try:
             while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
-                places += index.take(count - len(places), length, length)
+                places += index.take(count - len(places), length)
             if len(places) < count:
-                places += index.take(count - len(places), length, longest)
+                places += index.take(count - len(places), length, longer=True)
             while len(places) < count and await asyncio.shield(self._start(self._evict(count - len(places), length))):
-                longer = index.take(count - len(places), length, longest)
+                longer = index.take(count - len(places), length, longer=True)
                 places += longer
                 self._wasted[length] += sum([index.at(place)[0].head.slot_bytes - length for place in longer])
             if len(places) < count:
                 # Slots that can perhaps not be written are better than none.
-                places += index.take(count - len(places), length, longest, resting=True)
+                places += index.take(count - len(places), length, longer=True, resting=True)
             if not places and self._failure is not None:
                 raise self._failure
         except BaseException:

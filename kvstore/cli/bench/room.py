@@ -129,7 +129,7 @@ class SlotsRoom(Room):
         return outcomes
 
     def _take(self, count: int) -> list[int]:
-        return self._index.take(count, self._slot_bytes, self._slot_bytes)
+        return self._index.take(count, self._slot_bytes)
 
     def _grow(self) -> bool:
         """Make a segment; False if there is no room for one."""
