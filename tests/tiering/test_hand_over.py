@@ -127,3 +127,13 @@ def test_a_request_that_has_ended_promises_nothing() -> None:
     assert coming(engine) == KEYS and not engine.primary.hand_overs.is_waiting(b"unknown")
     engine.manager.complete_store(plan.keys, ctx)
     assert coming(engine) == []
+
+
+def test_a_request_id_that_starts_over_ends_the_former_hand_over() -> None:
+    """Other engines would wait forever for blocks of a request that no longer exists, known or unknown."""
+    for blocks in (KEYS, []):
+        engine = Engine()
+        engine.manager.on_new_request(RequestContext("r", hand_over_s=60.0, hand_over=b"r"), blocks)
+        assert coming(engine) == blocks and engine.primary.hand_overs.is_waiting(b"r") is not bool(blocks)
+        engine.manager.on_new_request(RequestContext("r"), KEYS)
+        assert not coming(engine) and not engine.primary.hand_overs.is_waiting(b"r")

@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES
 from kvstore.tiering import TieringConfig
 from kvstore.tiering.policy import PARAMETERS, PolicyParser
-from kvstore.types import LookupResult, RemovalCause
+from kvstore.types import LookupResult, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, deadlines_of, keys_of
 
 
@@ -180,6 +180,19 @@ def test_block_forgotten_during_its_store_is_removed() -> None:
     assert engine.primary.stats().pinned == 2, "the tier is reading them"
     engine.settle()
     assert not engine.tier.blocks and not engine.resident()
+
+
+def test_blocks_are_forgotten_although_the_request_id_starts_over() -> None:
+    """An engine may reuse the id of an ended request whose copies are still running."""
+    engine = Engine(slots=4)
+    engine.store_and_forget(keys_of(1, 2))
+    ctx = engine.request(keys_of(1, 2), forget=True)
+    assert engine.look(keys_of(1, 2), ctx) == ["hit", "hit"] and engine.manager.prepare_load(keys_of(1, 2), ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.manager.on_new_request(RequestContext(ctx.request_id))
+    engine.manager.complete_load(keys_of(1, 2), ctx)
+    engine.settle()
+    assert not engine.tier.blocks and engine.look(keys_of(1, 2), engine.request()) == ["miss", "miss"]
 
 
 def test_blocks_that_a_request_generated_follow_its_hints() -> None:
