@@ -395,8 +395,6 @@ class Cascades(Part):
             if (below := self._below.get(key)) is None:
                 continue
             below.withheld &= ~bit
-            if not below.withheld:
-                below.uses = 1
             if below.pending & bit:
                 below.pending &= ~bit
                 if not below.pending:

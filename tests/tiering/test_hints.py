@@ -78,6 +78,17 @@ def test_retained_blocks_leave_half_of_the_tier_to_other_requests() -> None:
     assert engine.manager.stats().primary.retained >= 16
 
 
+@pytest.mark.parametrize("blocks", [1, 10, 30])
+def test_retained_blocks_above_their_share_make_room_for_prompts_of_any_length(blocks: int) -> None:
+    """They are evicted before blocks without priority, except one, at which their number is noticed."""
+    engine = Engine(slots=100, tiers=(), retain_share=0.25)
+    engine.store_and_forget(keys_of(*range(60)), retain=50)
+    engine.store_and_forget(keys_of(*range(60, 100)))
+    for first in range(100, 130, blocks):
+        engine.store_and_forget(keys_of(*range(first, first + blocks)))
+    assert sum(key in engine.primary for key in keys_of(*range(60, 100))) >= 39
+
+
 def test_a_request_can_end_the_priority_of_its_blocks() -> None:
     """A priority of 0 ends it; without the parameter it stays."""
     engine = Engine(slots=4)
@@ -211,7 +222,7 @@ def test_a_reset_ends_all_priorities() -> None:
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1), retain=50)
     engine.manager.reset()
-    assert not engine.parts.retention.active
+    assert not engine.parts.retention.active and deadlines_of(engine.parts.retention) == (0, 0)
     engine.store_and_forget(keys_of(1))
     assert engine.manager.stats().primary.retained == 0
 

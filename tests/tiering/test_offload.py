@@ -125,6 +125,7 @@ def test_a_passing_block_that_another_request_uses_stays() -> None:
     engine.load(A[:2], engine.request())
     engine.settle()
     assert list(engine.tier.blocks) == A and engine.primary.stats().ready == 2
+    assert not engine.parts.cascades.active, "nothing is left to do for these blocks"
 
 
 def test_a_store_that_failed_is_made_up_for() -> None:
