@@ -262,6 +262,17 @@ def test_clear_ends_promises_of_blocks_that_do_not_come_again(tier: PrimaryTier)
     assert len(tier.take_evicted()) == 1
 
 
+def test_clear_ends_requests_for_copies(tier: PrimaryTier) -> None:
+    """A dirty block that was due for eviction before a clear is not due when it is dirty again."""
+    _fill(tier, 1, 2, 3, 4)
+    tier.mark_dirty(keys_of(4))
+    _fill(tier, 5, 6, 7)
+    tier.clear()
+    _fill(tier, 4)
+    tier.mark_dirty(keys_of(4))
+    assert not tier.take_wanted()
+
+
 def test_look_ahead_requests_copies_of_the_coldest_dirty_blocks(tier: PrimaryTier) -> None:
     """Looking ahead marks the coldest dirty blocks for copying; once copied, they are evicted first."""
     _fill(tier, 1, 2, 3, 4)

@@ -416,6 +416,31 @@ def test_an_eager_request_makes_lazy_blocks_safe() -> None:
     assert list(engine.tier.blocks) == A
 
 
+def test_a_reset_ends_write_backs_that_lacked_room() -> None:
+    """Lazy blocks stored again after a reset are written back only when their slots are needed again."""
+    engine = Engine(slots=8, store_share=0.125)
+    engine.store([*A, *B], lazy=True)
+    assert engine.manager.prepare_store(keys_of(20, 21, 22), engine.request()) is None
+    assert len(engine.tier.submitted(is_load=False)) == 1
+    engine.manager.reset()
+    engine.tier.blocks.clear()
+    engine.store([*A, *B][:7], lazy=True)
+    engine.settle_steps(2)
+    assert not engine.tier.blocks
+
+
+def test_the_start_of_an_offer_without_room_is_evicted_last() -> None:
+    """Blocks that were pinned for an offer that found no room make room from the end of the prefix."""
+    engine = Engine(slots=4, tiers=())
+    engine.store_and_forget(A[:2])
+    engine.store_and_forget(B[:2])
+    reader = engine.request()
+    assert engine.look(B[:2], reader) == ["hit", "hit"] and engine.manager.prepare_load(B[:2], reader)
+    assert engine.manager.prepare_store([*A[:2], A[2]], engine.request()) is None
+    engine.store(keys_of(20))
+    assert engine.primary.missing(A[:2]) == [A[1]]
+
+
 def test_no_hole_behind_a_block_that_found_no_room() -> None:
     """If a tier has no room for a block of a prefix, the blocks after it queue behind it."""
     engine = Engine(slots=16, store_share=0.25)

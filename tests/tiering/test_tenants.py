@@ -312,6 +312,9 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
                         assert other == name or left >= min(before[other], floor)
                     if rng.random() < 0.2:
                         primary.abort(new)
+                    elif rng.random() < 0.2:
+                        for key in new:
+                            primary.abandon(key)
                     elif rng.random() < 0.2 and (found := primary.allocate_spare(1)):
                         primary.exchange(new[0], found[0])
                         spare.append(found[0])
