@@ -234,6 +234,15 @@ def test_clear_returns_the_ready_blocks(tier: PrimaryTier) -> None:
     assert (stats.free, stats.pinned, stats.dirty, len(tier)) == (4, 0, 0, 0)
 
 
+def test_a_promised_block_is_not_removed(tier: PrimaryTier) -> None:
+    """A hit can be loaded until its step ends, even if the block is removed or forgotten in that step."""
+    _fill(tier, 1)
+    tier.promise(keys_of(1)[0])
+    assert not tier.remove(keys_of(1)[0])
+    tier.end_promises()
+    assert tier.remove(keys_of(1)[0])
+
+
 @pytest.mark.parametrize("pinned", [False, True], ids=["promised", "promised-and-pinned"])
 def test_clear_ends_promises(tier: PrimaryTier, pinned: bool) -> None:
     """A promise made before a clear does not apply to a later block in the same slot or with the same key."""

@@ -429,6 +429,18 @@ def test_a_reset_ends_write_backs_that_lacked_room() -> None:
     assert not engine.tier.blocks
 
 
+def test_a_waiting_block_that_is_offered_in_the_meantime_is_stored_once() -> None:
+    """Blocks that wait for room in a tier are not stored again if they were offered to it once there was room."""
+    engine = Engine(tiers=["disk", "far"], store_share=0.25)
+    engine.store(A, tiers=["disk"])
+    engine.step()
+    ctx = engine.request(A, tiers=["disk"])
+    assert engine.look(A, ctx) == ["hit"] * 4
+    assert engine.manager.offer(engine.tier, A[2:], ctx) == []
+    engine.settle()
+    assert [list(keys) for name, keys in engine.tier.calls if name == "submit_store"] == [A[:2], A[2:]]
+
+
 def test_the_start_of_an_offer_without_room_is_evicted_last() -> None:
     """Blocks that were pinned for an offer that found no room make room from the end of the prefix."""
     engine = Engine(slots=4, tiers=())
