@@ -81,7 +81,6 @@ class HandOvers:
 
         ``name``: name of the hand-over, which several requests may share; empty if it has none.
         """
-        self.end(request_id)
         self._names[request_id] = name
         _count(self._waiting, name, 1)
 

@@ -149,9 +149,18 @@ class EvictionOrder:
         Pass each chosen block to :meth:`evicted` or :meth:`put_back`. Only orders with shares use ``wanted``, the
         blocks that need the room.
         """
-        chosen = self._take_lowest(min(need, max(self._next, self._shelved - self.marks.retained_max)))
-        chosen += self._victims(need - len(chosen), self._dirty)
-        return chosen + self._take_lowest(need - len(chosen))
+        chosen: list[BlockKey] = []
+        left = need
+        while left > 0:
+            some = self._take_lowest(min(left, self._next or self._shelved - self.marks.retained_max))
+            if not some:
+                # One at a time if the blocks that the policy skips may be too many for the shelves.
+                some = self._victims(left if len(self._ranks) <= self.marks.retained_max else 1, self._dirty)
+            if not some:
+                break
+            chosen += some
+            left -= len(some)
+        return chosen + self._take_lowest(left)
 
     def put_back(self, chosen: Iterable[BlockKey]) -> None:
         """Undo :meth:`choose`."""

@@ -10,7 +10,6 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from kvstore.bounded import BoundedDict
-from kvstore.primary.tier import SlotState
 from kvstore.tiering.admission import Admission
 from kvstore.tiering.core import Core, Part
 from kvstore.tiering.jobs import OpenJob
@@ -154,10 +153,9 @@ class Cascades(Part):
             for key in left:
                 self._below[key].stays = True
                 self._drop_if_done(key)
-        ready = [key for key in left if state.may_store(key) and self._primary.lookup(key) is SlotState.READY]
         for link in state.store_links:
             bit = link.bit
-            due = [key for key in ready if self._due(key, bit, state)]
+            due = [key for key in left if state.may_store(key) and self._due(key, bit, state)]
             # Blocks that wait for room have been offered, and counted by their tenant's rate. Later ones wait, too.
             if link.queue and (waiting := [key for key in due if key in link.queue]):
                 if state.policy.cpu:
@@ -395,8 +393,6 @@ class Cascades(Part):
             if (below := self._below.get(key)) is None:
                 continue
             below.withheld &= ~bit
-            if not below.withheld:
-                below.uses = 1
             if below.pending & bit:
                 below.pending &= ~bit
                 if not below.pending:

@@ -684,6 +684,7 @@ class TieringManager:
         before = self._requests.by_id.get(ctx.request_id)
         if before is not None:
             self._promotions.drop_request(before)
+            self._act_at_end(before)
         state = self._requests.begin(ctx)
         if state.hands_over:
             self.primary.hand_overs.begin(ctx.request_id, ctx.hand_over)
@@ -730,14 +731,18 @@ class TieringManager:
     def _end_if_idle(self, state: RequestState) -> None:
         """Remove a finished request once its last work has ended."""
         if state.finished and state.idle and self._requests.end(state):
-            if state.policy.acts_at_end:
-                keys = tuple(dict.fromkeys((*state.keys, *state.stored)))
-                for act in self._on_end:
-                    act(keys, state)
-            if state.hands_over:
-                self.primary.hand_overs.end(state.ctx.request_id)
+            self._act_at_end(state)
             for link in self._links:
                 link.call(link.tier.on_request_finished, state.ctx, otherwise=None)
+
+    def _act_at_end(self, state: RequestState) -> None:
+        """Apply the policy of a request whose last work has ended, or whose id starts over."""
+        if state.policy.acts_at_end:
+            keys = tuple(dict.fromkeys((*state.keys, *state.stored)))
+            for act in self._on_end:
+                act(keys, state)
+        if state.hands_over:
+            self.primary.hand_overs.end(state.ctx.request_id)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

@@ -234,6 +234,15 @@ def test_clear_returns_the_ready_blocks(tier: PrimaryTier) -> None:
     assert (stats.free, stats.pinned, stats.dirty, len(tier)) == (4, 0, 0, 0)
 
 
+def test_a_promised_block_is_not_removed(tier: PrimaryTier) -> None:
+    """A hit can be loaded until its step ends, even if the block is removed or forgotten in that step."""
+    _fill(tier, 1)
+    tier.promise(keys_of(1)[0])
+    assert not tier.remove(keys_of(1)[0])
+    tier.end_promises()
+    assert tier.remove(keys_of(1)[0])
+
+
 @pytest.mark.parametrize("pinned", [False, True], ids=["promised", "promised-and-pinned"])
 def test_clear_ends_promises(tier: PrimaryTier, pinned: bool) -> None:
     """A promise made before a clear does not apply to a later block in the same slot or with the same key."""
@@ -260,6 +269,17 @@ def test_clear_ends_promises_of_blocks_that_do_not_come_again(tier: PrimaryTier)
     _fill(tier, 6)
     tier.end_promises()
     assert len(tier.take_evicted()) == 1
+
+
+def test_clear_ends_requests_for_copies(tier: PrimaryTier) -> None:
+    """A dirty block that was due for eviction before a clear is not due when it is dirty again."""
+    _fill(tier, 1, 2, 3, 4)
+    tier.mark_dirty(keys_of(4))
+    _fill(tier, 5, 6, 7)
+    tier.clear()
+    _fill(tier, 4)
+    tier.mark_dirty(keys_of(4))
+    assert not tier.take_wanted()
 
 
 def test_look_ahead_requests_copies_of_the_coldest_dirty_blocks(tier: PrimaryTier) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvstore.primary.tier import SlotState
 from kvstore.tiering import OffloadPolicy, StorePlan
 from kvstore.types import BlockKey, JobResult, RemovalCause, RequestContext, TransferJob
-from tests.tiering.engine import Engine, key_of
+from tests.tiering.engine import Engine, deadlines_of, key_of
 from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
 
 SLOTS = 12
@@ -140,14 +140,15 @@ class Model:
             number: Its id.
             policy: Its policy, by number.
             family: Its family of prompts, by number.
-            blocks: Selects the number of blocks.
+            blocks: Selects the number of blocks, and whether another engine will fetch them.
             again: Whether an unfinished request with the same id is left to the manager.
         """
         if not again:
             self.end(number)
         before = self.requests.pop(number, None) or self.ended.pop(number, None)
         keys = [key_of(family % FAMILIES * 10 + block) for block in range(1 + blocks % PREFIX)]
-        ctx = RequestContext(f"request-{number}", POLICIES[policy % len(POLICIES)])
+        hand_over_s = 60.0 if blocks % 8 == 0 else 0.0
+        ctx = RequestContext(f"request-{number}", POLICIES[policy % len(POLICIES)], hand_over_s=hand_over_s)
         request = self.by_ctx[ctx] = self.requests[number] = Request(ctx, OffloadPolicy(), keys)
         if before is not None:
             request.plan, request.reads = before.plan, before.reads
@@ -362,6 +363,8 @@ class Model:
         self.manager.remove(KEYS)
         cascades = self.parts.cascades
         assert not cascades.making_room and not cascades.unsent and not cascades.step(), "blocks that left are known"
+        assert not self.primary.marks.ranks and deadlines_of(self.parts.retention)[0] == 0
+        assert not any(map(self.primary.hand_overs.is_coming, KEYS)), "requests that ended promise blocks"
 
     def check(self) -> None:
         """Check the properties that hold after every step."""

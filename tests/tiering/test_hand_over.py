@@ -33,10 +33,10 @@ def kept(engine: Engine) -> set[BlockKey]:
 
 
 def fetch(engine: Engine, keys: Sequence[BlockKey] = KEYS) -> None:
-    """Send blocks to another engine, and run a step."""
+    """Send blocks to another engine, and let the manager note it: in the next step, if it has polled in this one."""
     for key in keys:
         Lender(engine.primary).note_sent(key)
-    engine.step()
+    engine.settle_steps(2)
 
 
 def test_computed_blocks_are_kept_until_they_are_fetched() -> None:
@@ -103,6 +103,42 @@ def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
     assert kept(engine) == set(KEYS), "the second fetch is due"
     fetch(engine)
     assert kept(engine) == set()
+    engine.use(KEYS, retain=50)
+    assert len(engine.primary.marks.ranks) == len(KEYS), "hints apply again"
+
+
+@pytest.mark.parametrize("way", ["remove", "reset"])
+def test_blocks_that_left_and_came_back_are_not_kept_for_an_engine(way: str) -> None:
+    """Otherwise hints would never apply to them again."""
+    engine = Engine()
+    ctx = handed_over(engine)
+    engine.store(KEYS, ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    engine.manager.remove(KEYS) if way == "remove" else engine.manager.reset()
+    assert engine.store(KEYS, retain=50).keys == KEYS and not kept(engine)
+    assert len(engine.primary.marks.ranks) == len(KEYS)
+
+
+def test_the_end_of_a_prefix_is_the_first_to_make_room() -> None:
+    """The other engine can use the start without the end, also of blocks that had a priority before."""
+    engine = Engine(slots=6, retain_share=0.5)
+    engine.store_and_forget(KEYS, retain=50)
+    for number in (20, 21, 22):
+        engine.store_and_forget(keys_of(number))
+    handed_over(engine)
+    engine.store_and_forget(keys_of(23))
+    assert engine.primary.missing(KEYS) == KEYS[3:]
+
+
+def test_blocks_that_are_stored_again_after_a_reset_are_kept() -> None:
+    """A request that computes its blocks again after a reset is still handed over."""
+    engine = Engine()
+    ctx = handed_over(engine)
+    engine.store(KEYS, ctx)
+    engine.manager.reset()
+    engine.store(KEYS, ctx)
+    assert kept(engine) == set(KEYS)
 
 
 def test_only_admitted_blocks_are_promised() -> None:
@@ -127,3 +163,13 @@ def test_a_request_that_has_ended_promises_nothing() -> None:
     assert coming(engine) == KEYS and not engine.primary.hand_overs.is_waiting(b"unknown")
     engine.manager.complete_store(plan.keys, ctx)
     assert coming(engine) == []
+
+
+def test_a_request_id_that_starts_over_ends_the_former_hand_over() -> None:
+    """Other engines would wait forever for blocks of a request that no longer exists, known or unknown."""
+    for blocks in (KEYS, []):
+        engine = Engine()
+        engine.manager.on_new_request(RequestContext("r", hand_over_s=60.0, hand_over=b"r"), blocks)
+        assert coming(engine) == blocks and engine.primary.hand_overs.is_waiting(b"r") is not bool(blocks)
+        engine.manager.on_new_request(RequestContext("r"), KEYS)
+        assert not coming(engine) and not engine.primary.hand_overs.is_waiting(b"r")

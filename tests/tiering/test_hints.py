@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES
 from kvstore.tiering import TieringConfig
 from kvstore.tiering.policy import PARAMETERS, PolicyParser
-from kvstore.types import LookupResult, RemovalCause
+from kvstore.types import LookupResult, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, deadlines_of, keys_of
 
 
@@ -76,6 +76,17 @@ def test_retained_blocks_leave_half_of_the_tier_to_other_requests() -> None:
         assert set(engine.look(mine, engine.request(mine))) == {"hit"}
         engine.manager.touch(mine)
     assert engine.manager.stats().primary.retained >= 16
+
+
+@pytest.mark.parametrize("blocks", [1, 10, 30])
+def test_retained_blocks_above_their_share_make_room_for_prompts_of_any_length(blocks: int) -> None:
+    """They are evicted before blocks without priority, except one, at which their number is noticed."""
+    engine = Engine(slots=100, tiers=(), retain_share=0.25)
+    engine.store_and_forget(keys_of(*range(60)), retain=50)
+    engine.store_and_forget(keys_of(*range(60, 100)))
+    for first in range(100, 130, blocks):
+        engine.store_and_forget(keys_of(*range(first, first + blocks)))
+    assert sum(key in engine.primary for key in keys_of(*range(60, 100))) >= 39
 
 
 def test_a_request_can_end_the_priority_of_its_blocks() -> None:
@@ -182,6 +193,19 @@ def test_block_forgotten_during_its_store_is_removed() -> None:
     assert not engine.tier.blocks and not engine.resident()
 
 
+def test_blocks_are_forgotten_although_the_request_id_starts_over() -> None:
+    """An engine may reuse the id of an ended request whose copies are still running."""
+    engine = Engine(slots=4)
+    engine.store_and_forget(keys_of(1, 2))
+    ctx = engine.request(keys_of(1, 2), forget=True)
+    assert engine.look(keys_of(1, 2), ctx) == ["hit", "hit"] and engine.manager.prepare_load(keys_of(1, 2), ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.manager.on_new_request(RequestContext(ctx.request_id))
+    engine.manager.complete_load(keys_of(1, 2), ctx)
+    engine.settle()
+    assert not engine.tier.blocks and engine.look(keys_of(1, 2), engine.request()) == ["miss", "miss"]
+
+
 def test_blocks_that_a_request_generated_follow_its_hints() -> None:
     """Generated blocks follow the prompt's hints; only the prompt's length is known in advance."""
     engine = Engine(slots=8)
@@ -198,7 +222,7 @@ def test_a_reset_ends_all_priorities() -> None:
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1), retain=50)
     engine.manager.reset()
-    assert not engine.parts.retention.active
+    assert not engine.parts.retention.active and deadlines_of(engine.parts.retention) == (0, 0)
     engine.store_and_forget(keys_of(1))
     assert engine.manager.stats().primary.retained == 0
 

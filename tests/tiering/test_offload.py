@@ -125,6 +125,7 @@ def test_a_passing_block_that_another_request_uses_stays() -> None:
     engine.load(A[:2], engine.request())
     engine.settle()
     assert list(engine.tier.blocks) == A and engine.primary.stats().ready == 2
+    assert not engine.parts.cascades.active, "nothing is left to do for these blocks"
 
 
 def test_a_store_that_failed_is_made_up_for() -> None:
@@ -413,6 +414,43 @@ def test_an_eager_request_makes_lazy_blocks_safe() -> None:
     assert not engine.tier.blocks
     _prompt(engine, A)
     assert list(engine.tier.blocks) == A
+
+
+def test_a_reset_ends_write_backs_that_lacked_room() -> None:
+    """Lazy blocks stored again after a reset are written back only when their slots are needed again."""
+    engine = Engine(slots=8, store_share=0.125)
+    engine.store([*A, *B], lazy=True)
+    assert engine.manager.prepare_store(keys_of(20, 21, 22), engine.request()) is None
+    assert len(engine.tier.submitted(is_load=False)) == 1
+    engine.manager.reset()
+    engine.tier.blocks.clear()
+    engine.store([*A, *B][:7], lazy=True)
+    engine.settle_steps(2)
+    assert not engine.tier.blocks
+
+
+def test_a_waiting_block_that_is_offered_in_the_meantime_is_stored_once() -> None:
+    """Blocks that wait for room in a tier are not stored again if they were offered to it once there was room."""
+    engine = Engine(tiers=["disk", "far"], store_share=0.25)
+    engine.store(A, tiers=["disk"])
+    engine.step()
+    ctx = engine.request(A, tiers=["disk"])
+    assert engine.look(A, ctx) == ["hit"] * 4
+    assert engine.manager.offer(engine.tier, A[2:], ctx) == []
+    engine.settle()
+    assert [list(keys) for name, keys in engine.tier.calls if name == "submit_store"] == [A[:2], A[2:]]
+
+
+def test_the_start_of_an_offer_without_room_is_evicted_last() -> None:
+    """Blocks that were pinned for an offer that found no room make room from the end of the prefix."""
+    engine = Engine(slots=4, tiers=())
+    engine.store_and_forget(A[:2])
+    engine.store_and_forget(B[:2])
+    reader = engine.request()
+    assert engine.look(B[:2], reader) == ["hit", "hit"] and engine.manager.prepare_load(B[:2], reader)
+    assert engine.manager.prepare_store([*A[:2], A[2]], engine.request()) is None
+    engine.store(keys_of(20))
+    assert engine.primary.missing(A[:2]) == [A[1]]
 
 
 def test_no_hole_behind_a_block_that_found_no_room() -> None:

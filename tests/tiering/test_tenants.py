@@ -169,6 +169,19 @@ def test_after_a_gap_a_request_stores_nothing_more() -> None:
     assert sorted(engine.tier.blocks) == sorted(keys("slow", 0, 1))
 
 
+def test_a_gap_ends_with_a_reset() -> None:
+    """A request that computes its blocks again stores them from the first one on, as far as the rate allows."""
+    engine = Engine(slots=16, tenants=configured(named={"slow": {"store_rate": 2 * ROW_BYTES}}))
+    ctx = engine.request(keys("slow", *range(4)))
+    engine.store(keys("slow", 2, 3, 0), ctx)
+    engine.settle()
+    engine.manager.reset()
+    engine.clock.now += 1.0
+    engine.store(keys("slow", 0, 1), ctx)
+    engine.settle()
+    assert set(keys("slow", 0, 1)) <= set(engine.tier.blocks)
+
+
 def test_a_slow_rate_lets_single_blocks_pass() -> None:
     """A rate below one block per second stores one block every few seconds."""
     engine = Engine(slots=16, tenants=configured(named={"slow": {"store_rate": ROW_BYTES // 4}}))
@@ -299,6 +312,9 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
                         assert other == name or left >= min(before[other], floor)
                     if rng.random() < 0.2:
                         primary.abort(new)
+                    elif rng.random() < 0.2:
+                        for key in new:
+                            primary.abandon(key)
                     elif rng.random() < 0.2 and (found := primary.allocate_spare(1)):
                         primary.exchange(new[0], found[0])
                         spare.append(found[0])
