@@ -335,6 +335,15 @@ def test_adaptive_policy_chooses_the_rule_with_more_hits() -> None:
     assert later["adaptive"] > 0.95 * later["lru"] > 1.05 * later["arc"]
 
 
+def test_a_small_lead_changes_no_choice() -> None:
+    """While ARC gains one hit in 10,000 uses, the adaptive policy remains LRU."""
+    lru, arc, adaptive = policies = [make_policy(name, 1000) for name in ("lru", "arc", "adaptive")]
+    for number in range(6):
+        for policy in policies:
+            _hits(policy, [b"used 3", b"used 3", *(b"scan %d %d" % (number, each) for each in range(10_000))])
+        assert b"used 3" in arc and list(adaptive) == list(lru)
+
+
 def test_adaptive_policy_chooses_again_after_it_shrank() -> None:
     """A tenant's policy, whose capacity is its number of blocks, also chooses after it lost 99 of 100 blocks."""
     shrunk, arc = make_policy("adaptive"), make_policy("arc")

@@ -54,8 +54,6 @@ class Admission(SampledCaches):
         for cache, least in (self._all, first), (self._again, needed or 2), (self._chosen, chosen), (self._above, 0):
             if uses >= least:
                 cache.insert(key)
-            else:
-                cache.touch(key)
         self._accesses += 1
         self._uses += 1
         if self._uses % (1 + self._room // 64) == 0:

@@ -84,6 +84,26 @@ def test_a_tier_without_a_limit_or_with_little_room_stores_all_blocks(capacity: 
     assert key_of(9999) in engine.tier.blocks
 
 
+def test_a_large_tier_stores_all_blocks_while_it_is_filling() -> None:
+    """Blocks that were simulated before the size of the tier was known do not make it look full."""
+    engine = Engine(slots=64, policy={"min_uses": "auto"})
+    for first in range(0, 16_000, 32):
+        if first == 8000:
+            engine.tier.capacity = 100_000
+        _serve(engine, [key_of(number) for number in range(first, first + 32)])
+    assert len(engine.tier.blocks) == 16_000
+
+
+def test_hits_in_the_primary_tier_are_not_lost() -> None:
+    """Blocks that return while the primary tier holds them let a tier wait for the second use of the others."""
+    engine, written = Engine(slots=64, capacity=128, policy={"min_uses": "auto"}), 0
+    for number in range(1500):
+        for each in {number, max(0, number - 5), 10_000 + number}:
+            _serve(engine, [key_of(each)])
+        written += key_of(10_000 + number) in engine.tier.blocks
+    assert written < 900
+
+
 def test_lazy_stores_of_two_tiers_follow_the_choice_of_each() -> None:
     """With ``lazy``, the blocks that a tier admits are written to it before their eviction."""
     engine = Engine(slots=8, tiers=["disk", "far"], policy={"min_uses": "auto", "lazy": True})
@@ -96,7 +116,7 @@ def test_lazy_stores_of_two_tiers_follow_the_choice_of_each() -> None:
 
 def test_counts_are_those_of_two_tiers() -> None:
     """Over changes of the traffic, the estimates are near the difference to a tier that stores all blocks."""
-    prompts = _popular(1500)
+    prompts = _returning(600, 40_000) + _popular(1500)
     for start in (20_000, 30_000):
         prompts += _returning(300, start) + _popular(300)
     (every, plain), (chosen, auto) = _written(prompts, 1), _written(prompts, "auto")
@@ -120,10 +140,10 @@ def test_requests_that_store_nothing_in_a_tier_fill_no_room_of_it() -> None:
     assert flow.saved_writes == flow.lost_hits == 0
 
 
-def test_requests_that_choose_themselves_save_no_writes() -> None:
-    """Blocks of requests with ``min_uses`` of their own count as they are stored."""
+def test_requests_that_choose_themselves_save_and_lose_nothing() -> None:
+    """Blocks of requests with ``min_uses`` of their own count as stored, whatever the tier chooses for others."""
     engine = Engine(slots=8, capacity=128, policy={"min_uses": "auto"})
-    for prompt in _popular(1000):
+    for prompt in _returning(1300):
         _serve(engine, prompt, min_uses=1)
     flow = engine.manager.stats().tiers[0]
     assert flow.saved_writes == flow.lost_hits == 0
