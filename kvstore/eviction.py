@@ -274,11 +274,18 @@ class SampledCaches:
         """The keys whose XXH3 has none of these bits are simulated."""
         self._caches = caches
 
-    def _simulate_fewer(self) -> None:
-        self.mask = 2 * self.mask + 1
-        for cache in self._caches:
-            for key in [key for key in cache if xxh3_64_intdigest(key) & self.mask]:
-                cache.remove(key)
+    def _resize(self, capacity_blocks: int) -> int:
+        """Return the room of the caches in blocks, 0 if it is too small; simulate fewer keys if it is too large."""
+        while capacity_blocks // (self.mask + 1) > ROOM_MAX:
+            self.mask = 2 * self.mask + 1
+            for cache in self._caches:
+                for key in [key for key in cache if xxh3_64_intdigest(key) & self.mask]:
+                    cache.remove(key)
+        room = capacity_blocks // (self.mask + 1)
+        if room < ROOM_MIN:
+            # The capacity may have been far larger.
+            self.mask, room = _SAMPLED_MIN - 1, 0
+        return room
 
 
 class RuleChoice(SampledCaches):
@@ -297,11 +304,9 @@ class RuleChoice(SampledCaches):
 
     def use(self, key: BlockKey, capacity_blocks: int) -> None:
         """Record a use, or the arrival, of a simulated block in a cache of so many blocks. O(1) amortised."""
-        room = capacity_blocks // (self.mask + 1)
-        if room > ROOM_MAX:
-            self._simulate_fewer()
-            return
-        if room < ROOM_MIN:
+        room = self._resize(capacity_blocks)
+        if not room:
+            self.is_arc = False
             return
         for number, cache in enumerate(self._caches):
             self._hits[number] += key in cache

@@ -335,6 +335,27 @@ def test_adaptive_policy_chooses_the_rule_with_more_hits() -> None:
     assert later["adaptive"] > 0.95 * later["lru"] > 1.05 * later["arc"]
 
 
+def test_a_small_lead_changes_no_choice() -> None:
+    """While ARC gains one hit in 10,000 uses, the adaptive policy remains LRU."""
+    lru, arc, adaptive = policies = [make_policy(name, 1000) for name in ("lru", "arc", "adaptive")]
+    for number in range(6):
+        for policy in policies:
+            _hits(policy, [b"used 3", b"used 3", *(b"scan %d %d" % (number, each) for each in range(10_000))])
+        assert b"used 3" in arc and list(adaptive) == list(lru)
+
+
+def test_adaptive_policy_chooses_again_after_it_shrank() -> None:
+    """A tenant's policy, whose capacity is its number of blocks, also chooses after it lost 99 of 100 blocks."""
+    shrunk, arc = make_policy("adaptive"), make_policy("arc")
+    _hits(shrunk, [b"before %d" % number for number in range(100_000)], 100_000)
+    shrunk.victims(99_000)
+    assert _hits(shrunk, _scans(20)) > 0.9 * _hits(arc, _scans(20))
+    shrunk.victims(990)
+    for number in range(20):
+        shrunk.insert(b"last %d" % number)
+    assert list(shrunk)[-20:] == [b"last %d" % number for number in range(20)]
+
+
 def test_uses_of_unknown_blocks_choose_no_rule() -> None:
     """Uses of blocks that are not there leave the adaptive policy's choice as it is."""
     policy, other = make_policy("adaptive", 1000), make_policy("adaptive", 1000)

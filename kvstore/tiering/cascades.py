@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
@@ -123,8 +124,8 @@ class Cascades(Part):
         if not self._admissions:
             self._admissions = {link.bit: Admission(link, self._primary.slots) for link in self._links}
 
-    def note_sightings(self, keys: Sequence[BlockKey]) -> None:
-        """Count one sighting of each block of a prefix.
+    def note_sightings(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Count one sighting of each block of a prefix by a request.
 
         Counts of the end of a prefix are dropped before those of its start, so that no block is admitted without its
         predecessors.
@@ -135,9 +136,11 @@ class Cascades(Part):
             self._sightings[key] = count
         for key in keys if self._admissions else ():
             digest = xxh3_64_intdigest(key)
-            for admission in self._admissions.values():
+            for link in self._links:
+                admission = self._admissions[link.bit]
                 if not digest & admission.mask:
-                    admission.use(key, seen[key])
+                    stores = link in state.store_links and state.may_store(key)
+                    admission.use(key, seen[key], state.policy.min_uses if stores else inf)
 
     def exclude(self, keys: Sequence[BlockKey]) -> None:
         """Note that the policy of a request stores blocks nowhere, not even in the primary tier."""
@@ -246,9 +249,12 @@ class Cascades(Part):
                     link.dropped += 1
 
     def reset(self) -> None:
-        """Drop all state, because the primary tier is cleared."""
+        """Drop all state, because the primary tier is cleared, and the others begin a new epoch."""
         self._below.clear()
         self._wanted.clear()
+        if self._admissions:
+            self._admissions.clear()
+            self.choose_uses()
         self._pending_blocks = 0
         for link in self._links:
             link.queue.clear()

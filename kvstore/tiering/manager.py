@@ -673,7 +673,7 @@ class TieringManager:
         if self._counts_sightings:
             unseen = [key for key in (*keys, *new) if key not in state.seen]
             state.seen.update(unseen)
-            self._cascades.note_sightings(unseen)
+            self._cascades.note_sightings(unseen, state)
         if self._cascades.active:
             self._cascades.use(keys, state)
         for act in self._on_use:

@@ -71,7 +71,6 @@ class Line:
 
         A pinned block counts as used now. ``slot_bytes``: Shortest slot that is of use.
         """
-        tried = -1
         if slot_bytes != self._slot_bytes:
             self._slot_bytes, self.candidates = slot_bytes, []
         while True:
@@ -84,9 +83,6 @@ class Line:
                     return place
                 segment.age_view[place & SLOT_MASK] = self._ages.now
             self._oldest, holders = self._find_oldest(slot_bytes)
-            if self._oldest in (EMPTY, tried):
-                return None
-            tried = self._oldest
             is_last = self._oldest == self._ages.now
             found: list[int] = []
             for segment, ages in holders:
@@ -95,6 +91,8 @@ class Line:
                 found += [place for place in here if not is_pinned(place)] if is_last else here
                 if len(found) >= _CANDIDATES:
                     break
+            if not found:
+                return None
             self.candidates = found[:_CANDIDATES][::-1]
 
     def _find_oldest(self, slot_bytes: int) -> tuple[int, list[tuple[Segment, npt.NDArray[np.uint8]]]]:
@@ -108,7 +106,7 @@ class Line:
             age = int(ages.min())
             if age < oldest:
                 oldest, holders = age, []
-            if age == oldest:
+            if age == oldest < EMPTY:
                 holders.append((segment, ages))
         return oldest, holders
 
