@@ -42,7 +42,7 @@ class HeadersBackend(Backend):
     name: ClassVar[str] = "headers"
     config_type: ClassVar[type[TierConfig]] = HeadersConfig
     alignment: ClassVar[int] = 4096
-    exclusive = True
+    authoritative = True
 
     def __init__(self, config: HeadersConfig) -> None:
         super().__init__(config)

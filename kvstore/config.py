@@ -75,6 +75,7 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         store_backlog_bytes: Payload bytes of stores waiting or in I/O, above which new stores are shed. kvstore's
             manager submits no more; further blocks wait in the primary tier.
         positive_ttl: Validity of the answer that a block is present; 0 queries the medium every time.
+            No effect on an authoritative tier, such as a disk's.
         negative_ttl: Validity of the answer that a block is absent.
         breaker_failures: Consecutive failures that open the breaker.
         breaker_cooldown: First pause before an open breaker probes the medium; doubles with each failed probe.

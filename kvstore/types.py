@@ -117,7 +117,7 @@ class RemovalCause(enum.StrEnum):
 class MissCause(enum.StrEnum):
     """Reason why a tier did not deliver a block to a request.
 
-    The first ones are those of the tier itself, the others those of the manager of the tiers.
+    The manager of the tiers adds its own, from ``GATE`` on, and some of the first ones.
     """
 
     ABSENT = "absent"
@@ -154,7 +154,8 @@ class MissCause(enum.StrEnum):
     STORE_POLICY = "store_policy"
     """The block has been computed before, by a request whose policy does not store it in the tier."""
     SHED = "shed"
-    """It has been computed before, and its store was dropped: too much was in flight, or the tier took no stores."""
+    """It has been computed before, and its store was dropped or still waits: too much was in flight, or the tier took
+    no stores."""
     NO_SPACE = "no_space"
     """It has been computed before, and the tier had no space for it."""
     STORE_FAILED = "store_failed"

@@ -251,7 +251,7 @@ def test_a_callback_that_raises_loses_no_block_but_those_chosen(name: str, faili
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_a_snapshot_restores_the_order(name: str) -> None:
+def test_iteration_order_restores_the_order(name: str) -> None:
     """A policy filled from another's iteration order evicts in that order."""
     policy = make_policy(name, 10)
     for one in KEYS:

@@ -131,8 +131,8 @@ class Backend(ABC):
     Attributes:
         name: Name in configurations and messages.
         config_type: Struct that its configuration is decoded into.
-        exclusive: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival listener
-            receives the blocks of other writers.
+        authoritative: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival
+            listener receives the blocks of other writers.
         takes_stores: False if others fill the medium: its tier then receives no stores.
         scans: False if the medium can't list its blocks: ``scan`` yields none, and a tenant can't be forgotten.
         evicts_silently: True if blocks leave the medium without any notice, and ``exists`` is cheap. Blocks reported in
@@ -157,7 +157,7 @@ class Backend(ABC):
     alignment: ClassVar[int] = 256
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL
-    exclusive: bool = False
+    authoritative: bool = False
     takes_stores: bool = True
     scans: bool = True
     evicts_silently: bool = False
@@ -180,10 +180,10 @@ class Backend(ABC):
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block on the medium whether this engine alone reports it to consumers of events.
 
-        A block that several engines see is therefore reported once. The default: all blocks of an exclusive medium, and
-        none of a shared one, where the engine that puts a block reports it. Must not block or fail.
+        A block that several engines see is therefore reported once. The default: all blocks of an authoritative medium,
+        and none of others, where the engine that puts a block reports it. Must not block or fail.
         """
-        return [self.exclusive] * len(keys)
+        return [self.authoritative] * len(keys)
 
     def check(self) -> None:  # noqa: B027 - many have nothing to check.
         """Refuse a configuration that ``open`` would refuse on this machine; called before an engine loads weights.

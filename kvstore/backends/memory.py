@@ -46,7 +46,7 @@ class MemoryBackend(Backend):
     name: ClassVar[str] = "memory"
     config_type: ClassVar[type[TierConfig]] = MemoryConfig
     medium = Medium.CPU
-    exclusive = True
+    authoritative = True
 
     def __init__(self, config: MemoryConfig) -> None:
         super().__init__(config)

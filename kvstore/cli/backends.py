@@ -20,7 +20,7 @@ _COLUMNS = (
     Column("backend", "backend", left=True, style="bold"),
     Column("medium", "medium", left=True),
     Column("locality", "where", left=True),
-    Column("exclusive", "exclusive", rank=1),
+    Column("authoritative", "authoritative", rank=1),
     Column("alignment", "align", rank=2),
     Column("about", "what", left=True),
 )
@@ -46,7 +46,7 @@ def _row(name: str) -> dict[str, Any]:
         "usable": True,
         "medium": cls.medium.value.lower(),
         "locality": cls.locality.value.lower(),
-        "exclusive": bool(cls.exclusive),
+        "authoritative": bool(cls.authoritative),
         "alignment": cls.alignment,
         "about": about,
         "options": sorted(field for field in cls.config_type.__struct_fields__),

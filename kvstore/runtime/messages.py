@@ -170,9 +170,9 @@ class LineageFound(_Message, frozen=True):
 
 
 class PresenceComplete(_Message, frozen=True):
-    """Recovery has ended: from now on the presence of an exclusive tier is authoritative."""
+    """Recovery has ended: from now on the presence of an authoritative tier is authoritative."""
 
-    exclusive: bool
+    authoritative: bool
     blocks: int
     seconds: float
 

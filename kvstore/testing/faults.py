@@ -201,7 +201,7 @@ class FaultyBackend(Backend):
         self.plan = plan
         self.medium = inner.medium
         self.locality = inner.locality
-        self.exclusive = inner.exclusive
+        self.authoritative = inner.authoritative
         self.evicts_silently = inner.evicts_silently
         self.scans = inner.scans
         # Class attributes in other backends; copied from the wrapped backend.

@@ -28,7 +28,7 @@ from kvstore.types import (
 class TierHarness:
     """Properties of the tested tier, set by a subclass of :class:`~kvstore.testing.TierTests`."""
 
-    exclusive: ClassVar[bool] = True  # Whether presence is authoritative, so that a miss needs no second step.
+    authoritative: ClassVar[bool] = True  # Whether presence is authoritative, so that a miss needs no second step.
     persistent: ClassVar[bool] = True
     """Whether blocks outlive a close, and are found again with the same configuration."""
     deletes: ClassVar[bool] = True  # Whether the backend can remove.
@@ -98,14 +98,14 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_unknown_blocks_are_misses(self) -> None:
-        """A block that was never stored is a MISS; in an exclusive tier already at the first lookup."""
+        """A block that was never stored is a MISS; in an authoritative tier already at the first lookup."""
         with self.rig() as rig:
             rig.recovered()
             for key in self.keys(10):
-                if self.exclusive:
+                if self.authoritative:
                     answer = rig.tier.lookup(key)
                     assert answer is LookupResult.MISS, (
-                        f"first lookup of an unknown block: {answer}; set exclusive to False if others write to it"
+                        f"first lookup of an unknown block: {answer}; set authoritative to False if others write to it"
                     )
                 assert rig.lookup(key) is LookupResult.MISS, (
                     "a block that was never stored is a hit: exists is False for it"
@@ -513,7 +513,7 @@ class TierFaultTests(TierHarness):
     def test_a_block_damaged_on_its_way_is_not_loaded(self) -> None:
         """The same for a damaged read of an intact record. On a shared medium the record stays."""
         for kind in _DAMAGE:
-            self._damage_block("get", kind, stays=not self.exclusive)
+            self._damage_block("get", kind, stays=not self.authoritative)
 
     @with_seed
     def test_a_write_that_was_lost_is_a_miss(self) -> None:
@@ -678,7 +678,7 @@ class TierFaultTests(TierHarness):
     @with_seed
     def test_a_failed_lookup_is_not_an_absence(self) -> None:
         """If the medium cannot answer, a lookup misses; it hits again as soon as the medium answers."""
-        if self.exclusive or not self.persistent:
+        if self.authoritative or not self.persistent:
             return
         config, keys, plan = self.make_config(), self.keys(4), FaultPlan()
         with self.rig(config) as rig:
@@ -693,7 +693,7 @@ class TierFaultTests(TierHarness):
     @with_seed
     def test_a_key_without_an_answer_costs_only_itself(self) -> None:
         """A key of unknown presence is a miss for ``negative_ttl``; all others stay hits."""
-        if self.exclusive or not self.persistent:
+        if self.authoritative or not self.persistent:
             return
         config, keys = self.make_config(), self.keys(4)
         with self.rig(config) as rig:

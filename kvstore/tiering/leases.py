@@ -20,7 +20,7 @@ from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.policy import PRIORITY_MAX
 from kvstore.tiering.requests import RequestState
-from kvstore.types import BlockKey, RemovalCause
+from kvstore.types import BlockKey, MissCause, RemovalCause
 
 _HAND_OVER: Final = PRIORITY_MAX + 1
 """Priority of blocks that another engine will fetch."""
@@ -146,7 +146,7 @@ class Expiry(Part):
         self._clock = core.clock
         self._ends: Deadlines[BlockKey] = Deadlines()
         """Ends of lifetimes."""
-        self._gone: BoundedDict[BlockKey, None] = BoundedDict(_BLOCKS_MAX)
+        self._gone: BoundedDict[BlockKey, RemovalCause] = BoundedDict(_BLOCKS_MAX)
         """Blocks that stay forbidden until they are stored again, because a tier may still hold them for a while."""
         self._forgetting: dict[bytes, _Forgetting] = {}
         """By tag of the tenant."""
@@ -155,6 +155,10 @@ class Expiry(Part):
     def forbids(self, key: BlockKey) -> bool:
         """Whether a block must not be used any more."""
         return key in self._gone or self._ends.get(key, math.inf) <= self._clock() or self.forgets(key)
+
+    def cause_of(self, key: BlockKey) -> MissCause:
+        """Return why a forbidden block is missing."""
+        return MissCause.REMOVED if self.forgets(key) else MissCause(self._gone.get(key) or RemovalCause.EXPIRED)
 
     def forgets(self, key: BlockKey) -> bool:
         """Whether a block belongs to a tenant that is being forgotten."""
@@ -209,7 +213,7 @@ class Expiry(Part):
         self.active = True
         for key in keys:
             self._ends.remove(key)
-            self._gone[key] = None
+            self._gone[key] = cause
         self._drop(keys, cause)
         for link in self._core.links:
             link.call(link.tier.remove, keys, cause, otherwise=None)
@@ -223,7 +227,7 @@ class Expiry(Part):
         self.active = True
 
     def make_way(self, keys: Sequence[BlockKey]) -> None:
-        """Drop forbidden blocks that pins kept in the primary tier, before they are stored again."""
+        """Drop forbidden blocks that transfers kept in the primary tier, before they are stored again."""
         self._drop([key for key in keys if self.forbids(key)], RemovalCause.EXPIRED)
 
     def arrived(self, link: TierLink, keys: Sequence[BlockKey]) -> None:

@@ -199,7 +199,7 @@ class TieringManager:
         if not state.policy.load or (self._expiry.active and self._expiry.forbids(key)):
             self._counts.misses += 1
             state.asked.setdefault(key, 0)
-            state.missed[ALL_TIERS] = MissCause.EXPIRED if state.policy.load else MissCause.POLICY
+            state.missed[ALL_TIERS] = self._expiry.cause_of(key) if state.policy.load else MissCause.POLICY
             return LookupResult.MISS
         primary, tally = self.primary, self.tally.primary
         started = 0.0 if tally.queries % TIMED_EVERY else time.perf_counter()
@@ -360,8 +360,9 @@ class TieringManager:
             # Blocks may have been evicted in vain, if their slots are on loan.
             self._core.take_evicted()
             self._refused_stores += len(new)
-            for link in state.store_links:
-                link.unstored.note(new, MissCause.NO_ROOM)
+            reasons = [link.unstored for link in state.store_links] if self._links else [self._core.absent]
+            for each in reasons:
+                each.note(new, MissCause.NO_ROOM)
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))

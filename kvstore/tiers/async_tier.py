@@ -120,7 +120,7 @@ class AsyncTier(SecondaryTierManager):
         name: str,
         medium: Medium,
         locality: Locality,
-        exclusive: bool,
+        authoritative: bool,
         slot_bytes: int,
         slot_count: int,
         clock: Callable[[], float] = time.monotonic,
@@ -139,7 +139,7 @@ class AsyncTier(SecondaryTierManager):
         self._config = config
         self._slot_bytes, self._slot_count = slot_bytes, slot_count
         self._clock = clock
-        self._exclusive = exclusive
+        self._authoritative = authoritative
         self._down = False
         self._forgets: dict[bytes, float] = {}
         """Earliest time of the next attempt to forget each prefix; infinity during an attempt."""
@@ -480,7 +480,7 @@ class AsyncTier(SecondaryTierManager):
                 pairs = zip(message.lineage, message.secrets, strict=True)
                 self._lineage.update(zip(message.keys, pairs, strict=True))
             case PresenceComplete():
-                self._presence.end_recovery(authoritative=message.exclusive)
+                self._presence.end_recovery(authoritative=message.authoritative)
                 logger.info("Tier %s recovered %d blocks in %.2f s", self.name, message.blocks, message.seconds)
             case ExistsDone():
                 self._existence_answered(message, now)
@@ -586,7 +586,7 @@ class AsyncTier(SecondaryTierManager):
         self._unverified.clear()
         self._lineage: dict[BlockKey, tuple[bytes, bytes]] = {}
         self._presence = Presence(
-            exclusive=self._exclusive,
+            authoritative=self._authoritative,
             positive_ttl_s=config.positive_ttl,
             negative_ttl_s=config.negative_ttl,
             # A later removal of forgotten blocks would go unnoticed.

@@ -408,9 +408,9 @@ class BlockMover:
         On a shared medium another engine may read such a record: it stays, and its block is not sent, until it has been
         refused once more after a pause.
         """
-        refused, is_exclusive = self._refused, self._backend.exclusive
-        unreadable = refused.among(keys) if is_exclusive else refused.lasting(keys)
-        kept = set() if is_exclusive else refused.hidden_among(keys) - unreadable
+        refused, is_authoritative = self._refused, self._backend.authoritative
+        unreadable = refused.among(keys) if is_authoritative else refused.lasting(keys)
+        kept = set() if is_authoritative else refused.hidden_among(keys) - unreadable
         pairs = zip(keys, payloads, strict=True)
         if replaced := [key for key, payload in pairs if payload is not None and key in unreadable]:
             try:
@@ -478,7 +478,7 @@ class BlockMover:
             if record is None:
                 # A backend's CORRUPT is a record that does not fit the buffers: on a shared medium, possibly another
                 # engine's.
-                part.settle_failed(i, outcome, RecordFault.LENGTH, quarantine=self._backend.exclusive)
+                part.settle_failed(i, outcome, RecordFault.LENGTH, quarantine=self._backend.authoritative)
             elif isinstance(record, RecordError):
                 part.settle_loaded(i, 0, record)
             elif record.plain_bytes != slot_bytes:

@@ -97,7 +97,7 @@ def open_tier(
             name=name,
             medium=backend.medium,
             locality=backend.locality,
-            exclusive=backend.exclusive,
+            authoritative=backend.authoritative,
             slot_bytes=slot_bytes,
             slot_count=memory.nbytes // slot_bytes,
             takes_stores=backend.takes_stores,

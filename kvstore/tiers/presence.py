@@ -21,7 +21,7 @@ _ABSENT_MAX: Final = 1 << 18
 
 _SHARED_MAX: Final = 1 << 20
 """Blocks of a shared tier remembered as present (about 256 MB). The medium may hold more, and is queried again for
-forgotten ones. For an exclusive tier all are kept: its capacity is the bound."""
+forgotten ones. For an authoritative tier all are kept: its capacity is the bound."""
 
 _UNREAD_S: Final = 60.0
 """Time for which an answer waits for the lookup that caused its question: longer than any step."""
@@ -74,7 +74,7 @@ record that became readable is found within that time."""
 class Presence:
     """The keys that a tier holds, from reports of its I/O half.
 
-    For an exclusive tier the set is authoritative once recovery has ended. For a shared tier it is a cache: answers
+    For an authoritative tier the set is authoritative once recovery has ended. For a shared tier it is a cache: answers
     hold for their TTL, and the medium is queried for all other keys. Recovered keys are absorbed one message at a time
     (:meth:`absorb`), because a million at once would delay a step.
 
@@ -88,14 +88,14 @@ class Presence:
     def __init__(
         self,
         *,
-        exclusive: bool,
+        authoritative: bool,
         positive_ttl_s: float,
         negative_ttl_s: float,
         shared_max: int = _SHARED_MAX,
         on_forgotten: Callable[[Sequence[BlockKey]], object] = len,
     ) -> None:
         self._on_forgotten = on_forgotten
-        self._exclusive = exclusive
+        self._authoritative = authoritative
         self._held_max = shared_max
         self._positive_ttl_s = positive_ttl_s
         self._negative_ttl_s = negative_ttl_s
@@ -125,8 +125,8 @@ class Presence:
         Absences from before ``since`` don't count.
         """
         if key in self._held:
-            return True if self._exclusive or now < self._held_until.get(key, 0.0) else None
-        if self.complete and self._exclusive:
+            return True if self._authoritative or now < self._held_until.get(key, 0.0) else None
+        if self.complete and self._authoritative:
             return False
         until = self._absent_until.get(key)
         is_absent = until is not None and now < until and until - self._negative_ttl_s >= since
@@ -135,7 +135,7 @@ class Presence:
     def unknown_among(self, keys: Sequence[BlockKey], now: float) -> list[int]:
         """Return the positions of keys that are not known to be present."""
         held = self._held
-        if self._exclusive:
+        if self._authoritative:
             return [i for i, key in enumerate(keys) if key not in held]
         return [i for i, key in enumerate(keys) if not self.holds(key, now)]
 
@@ -146,7 +146,7 @@ class Presence:
         if self._absent_until:
             for key in keys:
                 self._absent_until.pop(key, None)
-        if not self._exclusive:
+        if not self._authoritative:
             until = now + self._positive_ttl_s
             for key in keys:
                 self._held_until.pop(key, None)  # Keeps the dict in the order of the answers.
@@ -208,7 +208,7 @@ class Presence:
         If the scan was not ``authoritative``, the medium is queried as for a shared tier.
         """
         self._scan_ended = True
-        self._exclusive = self._exclusive and authoritative
+        self._authoritative = self._authoritative and authoritative
 
     def absorb(self, now: float) -> tuple[Sequence[BlockKey], bool]:
         """Add one message of recovered keys; return its blocks, and whether this engine reports them."""

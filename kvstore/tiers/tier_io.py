@@ -378,7 +378,7 @@ class TierIO:
     async def _report_presence(self) -> None:
         """Report the blocks from earlier runs, then the end of recovery."""
         started = time.monotonic()
-        blocks, authoritative = 0, self._backend.exclusive
+        blocks, authoritative = 0, self._backend.authoritative
         if self._spec.lineage:
             await self._report_lineage()
         try:
@@ -437,14 +437,14 @@ class TierIO:
         outcomes, faults = bytes(running.outcomes), dict(running.faults)
         error = running.error and (self._open_error or running.error)
         self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, error))
-        if Outcome.MISS in outcomes and self._backend.exclusive and not self._closed:
+        if Outcome.MISS in outcomes and self._backend.authoritative and not self._closed:
             # A store may have ended since the load.
             missed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome == Outcome.MISS]
             self._spawn(self._report_if_there(missed, self._on_found), self._questions)
 
     async def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:
-            if not self._backend.exclusive:
+            if not self._backend.authoritative:
                 keys = await self._parts.mover.reread_damaged(keys)
                 if not keys:
                     return
@@ -513,7 +513,7 @@ class TierIO:
         """
         if not self._backend.takes_stores:
             return
-        if self._backend.exclusive and self._backend.scans:
+        if self._backend.authoritative and self._backend.scans:
             async for names in self._backend.scan_keys():
                 left = await self._delete_or_raise(self._with_prefix(names, prefix))
                 if left and any(answer is not False for answer in await self._backend.exists(left)):

@@ -1,7 +1,7 @@
 """R22: parsers of bytes from a medium or the network refuse bad bytes with their own error, within bounds.
 
-Method: coverage-guided fuzzing by Atheris (random mutations without it) of record, encoded record, slot descriptor,
-journal, directory of an owner, S3 pack and notes, RESP, HTTP, peer frames and configuration.
+Method: coverage-guided fuzzing by Atheris (random mutations without it) of record, encoded record, table,
+directory of an engine, S3 pack and notes, RESP, HTTP, peer frames and configuration.
 """
 
 from __future__ import annotations

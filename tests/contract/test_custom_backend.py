@@ -75,7 +75,7 @@ class TestFilesBackend(BackendTests):
 class TestFilesTier(TierTests):
     """A tier that does not know its backend's blocks, and looks them up."""
 
-    exclusive = False
+    authoritative = False
 
     @pytest.fixture(autouse=True)
     def make_directory(self, tmp_path: Path) -> None:

@@ -214,6 +214,6 @@ def test_the_suite_passes_its_subjects_on() -> None:
     """The wrapper has all properties of the wrapped backend that a tier uses."""
     inner = MemoryBackend(MemoryConfig())
     outer = FaultyBackend(inner, FaultPlan())
-    for name in ("name", "config_type", "alignment", "medium", "locality", "exclusive", "config"):
+    for name in ("name", "config_type", "alignment", "medium", "locality", "authoritative", "config"):
         assert getattr(outer, name) == getattr(inner, name), name
     assert issubclass(TestWithoutFaults, BackendTests)

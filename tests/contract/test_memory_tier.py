@@ -16,13 +16,13 @@ class TestMemoryTier(MemoryTierSuite):
 class SharedMemoryBackend(MemoryBackend):
     """The same backend, treated as shared with other writers: the tier has to look up unknown blocks."""
 
-    exclusive = False
+    authoritative = False
 
 
 class TestSharedMemoryTier(TestMemoryTier):
     """A tier that does not own its medium, found by the path of its class. Only one backend can use the shelf."""
 
-    exclusive = False
+    authoritative = False
     forgets = False
 
     def make_config(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class TestTLS(PeerHarness, BackendValueTests, BackendConcurrencyTests):
 class PeerTierHarness(TierHarness):
     """Shared parts of the suites below."""
 
-    exclusive = False
+    authoritative = False
     forgets = False
     more: ClassVar[dict[str, Any]] = {}
 

@@ -128,7 +128,7 @@ async def _until_back(backend: Backend) -> None:
 class RedisTierHarness(OnServer, TierHarness):
     """Shared parts of the suites below."""
 
-    exclusive = False
+    authoritative = False
 
     def make_config(self) -> dict[str, Any]:
         return {"backend": "redis", **options_for(self.server)}

@@ -91,7 +91,7 @@ def open_with_limits(region: Region, limits: Limits, **options: Any) -> AsyncTie
         name="memory",
         medium=Medium.CPU,
         locality=Locality.LOCAL,
-        exclusive=False,
+        authoritative=False,
         slot_bytes=SLOT,
         slot_count=8,
     )

@@ -130,7 +130,7 @@ class S3TierHarness(OnServer, TierHarness):
     """Shared parts of the suites below."""
 
     on = "weed_server"
-    exclusive = False
+    authoritative = False
     more: ClassVar[dict[str, Any]] = {"client": "direct"}
 
     def make_config(self) -> dict[str, Any]:

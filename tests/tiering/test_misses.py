@@ -171,16 +171,17 @@ def test_blocks_that_left_before_a_busy_tier_had_room_are_shed() -> None:
     assert missed(engine) == {("disk", "shed"): 2}
 
 
-def test_blocks_that_the_primary_tier_had_no_slot_for_have_that_cause() -> None:
+@pytest.mark.parametrize(("tiers", "name"), [(["disk"], "disk"), ([], "all")], ids=["tier", "primary tier alone"])
+def test_blocks_that_the_primary_tier_had_no_slot_for_have_that_cause(tiers: list[str], name: str) -> None:
     """A prompt that could not be stored because all slots were in use is missed for lack of room."""
-    engine = Engine(slots=2)
+    engine = Engine(slots=2, tiers=tiers)
     other = engine.request()
     plan = engine.manager.prepare_store(keys_of(8, 9), other)
     assert plan is not None
     assert engine.manager.prepare_store(keys_of(1, 2), engine.request()) is None
     engine.manager.complete_store(plan.keys, other)
     ask(engine, keys_of(1, 2))
-    assert missed(engine) == {("disk", "no_room"): 2}
+    assert missed(engine) == {(name, "no_room"): 2}
 
 
 def test_reasons_of_old_blocks_are_forgotten() -> None:
@@ -265,13 +266,14 @@ def test_a_primary_tier_without_room_is_a_cause() -> None:
     assert missed(engine) == {("disk", "no_room"): 1}
 
 
-def test_an_expired_block_concerns_all_tiers() -> None:
-    """A block whose lifetime has ended is missed in every tier."""
+@pytest.mark.parametrize(("params", "cause"), [({"ttl": 10}, "expired"), ({"forget": True}, "removed")])
+def test_an_expired_or_forgotten_block_concerns_all_tiers(params: dict[str, object], cause: str) -> None:
+    """A block whose lifetime has ended, or that a request has forgotten, is missed in every tier for that reason."""
     engine = Engine()
-    engine.store_and_forget(keys_of(1), ttl=10)
+    engine.store_and_forget(keys_of(1), **params)
     engine.clock.now += 11
     ask(engine, keys_of(1))
-    assert missed(engine) == {("all", "expired"): 1}
+    assert missed(engine) == {("all", cause): 1}
 
 
 @pytest.mark.parametrize("cause", ["evicted", "expired", "removed", "store_policy"])

@@ -74,7 +74,7 @@ class Bench:
     def __init__(
         self,
         *,
-        exclusive: bool = True,
+        authoritative: bool = True,
         recovered: bool = True,
         events: bool = True,
         verifies_events: bool = False,
@@ -92,7 +92,7 @@ class Bench:
             name="t",
             medium=Medium.STORAGE,
             locality=Locality.LOCAL,
-            exclusive=exclusive,
+            authoritative=authoritative,
             slot_bytes=SLOT,
             slot_count=64,
             clock=lambda: self.now,
@@ -101,7 +101,7 @@ class Bench:
             access_events=access_events,
         )
         if recovered:
-            self.answer(PresenceComplete(exclusive, 0, 0.0))
+            self.answer(PresenceComplete(authoritative, 0, 0.0))
 
     def answer(self, *messages: FromIO) -> list[Any]:
         """Deliver messages from the I/O half; return the results that the tier then reports."""

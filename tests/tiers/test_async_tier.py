@@ -44,7 +44,7 @@ from kvstore.types import (
 from tests.tiers.bench import SLOT, Bench, FakeChannel, job
 
 
-def test_an_exclusive_tier_answers_in_the_same_call() -> None:
+def test_an_authoritative_tier_answers_in_the_same_call() -> None:
     """After recovery, a lookup is HIT or MISS without a query."""
     bench = Bench()
     bench.hold(b"a")
@@ -56,7 +56,7 @@ def test_an_exclusive_tier_answers_in_the_same_call() -> None:
 
 def test_the_keys_of_a_step_go_over_in_one_question_and_one_wake_up() -> None:
     """A shared tier's unknown keys and the step's jobs are sent in one message."""
-    bench = Bench(exclusive=False)
+    bench = Bench(authoritative=False)
     for key in (b"a", b"b", b"c", b"a"):
         assert bench.tier.lookup(key) is LookupResult.RETRY
     bench.tier.submit_store(job(1, [b"s"]))
@@ -77,7 +77,7 @@ def test_the_keys_of_a_step_go_over_in_one_question_and_one_wake_up() -> None:
 
 def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
     """RETRY ends after the lookup timeout, whatever the medium does."""
-    bench = Bench(exclusive=False, lookup_timeout="1s")
+    bench = Bench(authoritative=False, lookup_timeout="1s")
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
     bench.tier.flush()
     bench.now += 0.9
@@ -88,7 +88,7 @@ def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
 
 def test_unknown_block_is_queried_again_after_a_pause() -> None:
     """Without the pause, one failing node would cause a query in every step; unknown is not absent."""
-    bench = Bench(exclusive=False, negative_ttl="5s")
+    bench = Bench(authoritative=False, negative_ttl="5s")
     bench.tier.lookup(b"a")
     bench.tier.lookup(b"b")
     bench.tier.flush()
@@ -103,7 +103,7 @@ def test_unknown_block_is_queried_again_after_a_pause() -> None:
 
 def test_request_with_a_source_waits_for_no_other_part_of_the_medium() -> None:
     """If its source lacks the block and another part can't say, the lookup is a miss, repeated after a pause."""
-    bench = Bench(exclusive=False, breaker_cooldown="1s")
+    bench = Bench(authoritative=False, breaker_cooldown="1s")
     ctx = RequestContext("r", source=Source("one"))
     assert bench.tier.lookup(b"a", ctx) is LookupResult.RETRY
     bench.tier.flush()
@@ -119,7 +119,7 @@ def test_request_with_a_source_waits_for_no_other_part_of_the_medium() -> None:
 def test_an_answer_is_read_once_however_late(found: Found) -> None:
     """Without a time to live each lookup queries the medium, and the next lookup has the answer, if nothing changed."""
     right = LookupResult.HIT if found is Found.THERE else LookupResult.MISS
-    bench = Bench(exclusive=False, positive_ttl=0, negative_ttl=0)
+    bench = Bench(authoritative=False, positive_ttl=0, negative_ttl=0)
     for number in range(3):
         assert bench.tier.lookup(b"a") is LookupResult.RETRY
         bench.tier.flush()
@@ -133,7 +133,7 @@ def test_an_answer_is_read_once_however_late(found: Found) -> None:
 
 def test_a_removal_wins_over_an_answer_that_was_not_read() -> None:
     """A block that left after its query is no hit."""
-    bench = Bench(exclusive=False, positive_ttl=0, negative_ttl=0)
+    bench = Bench(authoritative=False, positive_ttl=0, negative_ttl=0)
     bench.tier.lookup(b"a")
     bench.tier.flush()
     bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, bytes([Found.THERE]), ""))
@@ -253,7 +253,7 @@ def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
 
 def test_failed_lookups_open_the_breaker_only_in_a_row() -> None:
     """A lookup that the medium answers resets the count of failures."""
-    bench = Bench(exclusive=False, breaker_failures=2, breaker_cooldown="1s")
+    bench = Bench(authoritative=False, breaker_failures=2, breaker_cooldown="1s")
     for number, error in enumerate(["late", "", "late", "late"]):
         assert bench.tier.stats().load_breaker == "closed"
         assert bench.tier.lookup(b"%d" % number) is LookupResult.RETRY
@@ -387,7 +387,7 @@ def test_only_own_blocks_of_earlier_runs_are_reported() -> None:
 def test_reported_blocks_of_a_silent_medium_are_checked_regularly() -> None:
     """A few per step, and only those reported in events; absent blocks are reported as removed."""
     keys = [b"%d" % i for i in range(200)]
-    bench = Bench(exclusive=False, verifies_events=True)
+    bench = Bench(authoritative=False, verifies_events=True)
     bench.hold(*keys)
     bench.answer(PresenceAdded((b"other",), recovered=False, own=False))
     assert reported_changes(bench) == (set(keys), set())
@@ -403,7 +403,7 @@ def test_reported_blocks_of_a_silent_medium_are_checked_regularly() -> None:
         found = bytes(Found.ABSENT if key in (b"5", b"150") else Found.THERE for key in question.keys)
         bench.answer(ExistsDone(question.question_id, found, ""))
     assert reported_changes(bench) == (set(), {b"5", b"150"})
-    silent = Bench(exclusive=False)
+    silent = Bench(authoritative=False)
     silent.hold(*keys)
     silent.now += 301
     silent.tier.flush()
@@ -456,7 +456,7 @@ def test_events_follow_the_death_of_the_io_process() -> None:
 def test_forgotten_blocks_of_a_shared_medium_are_reported_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgotten blocks are reported as removed; otherwise a consumer would keep them forever."""
     monkeypatch.setattr(Presence.__init__, "__kwdefaults__", {**Presence.__init__.__kwdefaults__, "shared_max": 2})
-    bench = Bench(exclusive=False)
+    bench = Bench(authoritative=False)
     bench.hold(b"a", b"b", b"c")
     assert reported_changes(bench) == ({b"b", b"c"}, set())
     bench.hold(b"d")
@@ -704,7 +704,7 @@ def test_a_miss_of_a_tier_that_cannot_answer_names_its_state() -> None:
     assert cause_of(bench, b"b") is MissCause.ABSENT
     bench.tier.begin_epoch()
     assert cause_of(bench, b"a") is MissCause.RESETTING
-    shared = Bench(exclusive=False, lookup_timeout="1s")
+    shared = Bench(authoritative=False, lookup_timeout="1s")
     shared.answer(StatsReport(0, 0, 0, {}, {}, ready=False))
     assert shared.tier.lookup(b"a") is LookupResult.RETRY
     shared.now += 1.1
@@ -714,7 +714,7 @@ def test_a_miss_of_a_tier_that_cannot_answer_names_its_state() -> None:
 @pytest.mark.parametrize("recovered", [True, False])
 def test_a_miss_without_an_answer_in_time_names_the_recovery(recovered: bool) -> None:
     """A lookup without an answer is late, during recovery because of it."""
-    bench = Bench(exclusive=False, recovered=recovered, lookup_timeout="1s")
+    bench = Bench(authoritative=False, recovered=recovered, lookup_timeout="1s")
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
     bench.tier.flush()
     bench.now += 1.1
@@ -753,7 +753,7 @@ def test_a_miss_after_a_failure_is_a_failure() -> None:
     bench.tier.submit_load(job(1, [b"a"], ctx))
     bench.finish(1, Outcome.IO_ERROR)
     assert cause_of(bench, b"a", ctx) is MissCause.FAILED
-    shared = Bench(exclusive=False)
+    shared = Bench(authoritative=False)
     assert shared.tier.lookup(b"a") is LookupResult.RETRY
     shared.tier.flush()
     shared.answer(ExistsDone(shared.channel.of(AskExistence)[0].question_id, b"", "connection refused"))

@@ -178,7 +178,7 @@ async def test_payloads_end_with_a_page_where_headers_do(alignment: int, ends: s
 class Misfit(MemoryBackend):
     """A medium of this engine alone, whose records never fit the buffers."""
 
-    exclusive = True
+    authoritative = True
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         return [Outcome.CORRUPT] * len(reads)
@@ -187,17 +187,17 @@ class Misfit(MemoryBackend):
 class SharedMisfit(Misfit):
     """The same on a shared medium."""
 
-    exclusive = False
+    authoritative = False
 
 
 @pytest.mark.parametrize("medium", [Misfit, SharedMisfit])
-async def test_record_of_another_length_is_set_aside_if_exclusive(medium: type[Misfit]) -> None:
+async def test_record_of_another_length_is_set_aside_if_authoritative(medium: type[Misfit]) -> None:
     """On a shared medium it may be an intact record of an engine with longer blocks."""
     backend = medium(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     job = await loaded_from(backend)
     assert list(job.outcomes) == [Outcome.CORRUPT]
-    assert (job.suspects, job.refused) == (([b"key"], []) if medium.exclusive else ([], [b"key"]))
+    assert (job.suspects, job.refused) == (([b"key"], []) if medium.authoritative else ([], [b"key"]))
 
 
 class Stuck(MemoryBackend):

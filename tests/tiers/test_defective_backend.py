@@ -19,7 +19,7 @@ DEFECT = "a defect, not an error of the medium"
 class Defective(MemoryBackend):
     """Raises a TypeError in the selected methods."""
 
-    exclusive = False  # So that lookups query it.
+    authoritative = False  # So that lookups query it.
     broken: ClassVar[set[str]] = set()
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:

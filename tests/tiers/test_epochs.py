@@ -88,7 +88,7 @@ def test_a_late_report_concerns_no_block_of_the_new_epoch() -> None:
 
 def test_a_question_about_an_earlier_epoch_answers_no_later_one() -> None:
     """In a shared tier, an answer about the old epoch does not count in the new one."""
-    bench = Bench(exclusive=False)
+    bench = Bench(authoritative=False)
     assert bench.tier.lookup(b"a") is RETRY
     bench.tier.flush()
     bench.tier.begin_epoch()

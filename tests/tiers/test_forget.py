@@ -38,7 +38,7 @@ class Unlisted(SimpleBackend):
 
 
 class UnlistedExclusive(Unlisted):
-    exclusive = True
+    authoritative = True
 
 
 class Listed(Unlisted):
@@ -49,7 +49,7 @@ class Listed(Unlisted):
 
 
 class ListedExclusive(Listed):
-    exclusive = True
+    authoritative = True
 
 
 def _stored(kind: type[Unlisted], *, removes: bool) -> TierRig:

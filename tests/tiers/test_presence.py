@@ -10,19 +10,19 @@ from kvstore.types import Found, RequestContext, Source
 ONE, TWO, THREE = Source("one"), Source("two"), Source("three")
 
 
-def exclusive() -> Presence:
-    """Presence of an exclusive tier."""
-    return Presence(exclusive=True, positive_ttl_s=10, negative_ttl_s=5)
+def authoritative() -> Presence:
+    """Presence of an authoritative tier."""
+    return Presence(authoritative=True, positive_ttl_s=10, negative_ttl_s=5)
 
 
 def shared() -> Presence:
     """Presence of a tier with other writers."""
-    return Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5)
+    return Presence(authoritative=False, positive_ttl_s=10, negative_ttl_s=5)
 
 
-def test_exclusive_tier_reports_absence_only_after_recovery() -> None:
+def test_authoritative_tier_reports_absence_only_after_recovery() -> None:
     """Before the scan has ended an unlisted key is unknown; afterwards it is absent."""
-    presence = exclusive()
+    presence = authoritative()
     assert presence.holds(b"k", 0) is None
     presence.end_recovery(authoritative=True)
     presence.absorb(0)
@@ -34,7 +34,7 @@ def test_exclusive_tier_reports_absence_only_after_recovery() -> None:
 
 def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:
     """Each call processes one batch, and presence is complete only after the last one."""
-    presence = exclusive()
+    presence = authoritative()
     presence.recover([b"a"])
     presence.recover([b"b"])
     presence.end_recovery(authoritative=True)
@@ -47,7 +47,7 @@ def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:
 
 def test_a_block_evicted_during_recovery_does_not_come_back() -> None:
     """A removal that is reported before the scan lists the block remains in effect."""
-    presence = exclusive()
+    presence = authoritative()
     presence.recover([b"a", b"b"])
     assert presence.remove([b"a"]) == []
     presence.end_recovery(authoritative=True)
@@ -58,7 +58,7 @@ def test_a_block_evicted_during_recovery_does_not_come_back() -> None:
 
 def test_a_block_put_again_during_recovery_stays() -> None:
     """A block evicted and stored again before its batch is processed is present."""
-    presence = exclusive()
+    presence = authoritative()
     presence.recover([b"a"])
     presence.remove([b"a"])
     presence.add([b"a"], 0)
@@ -69,7 +69,7 @@ def test_a_block_put_again_during_recovery_stays() -> None:
 
 def test_a_scan_that_ended_early_leaves_the_medium_to_be_asked() -> None:
     """No key is known to be absent then, presence lasts only for the TTL, and removals are no longer recorded."""
-    presence = exclusive()
+    presence = authoritative()
     presence.recover([b"a"])
     presence.end_recovery(authoritative=False)
     presence.absorb(0)
@@ -84,7 +84,7 @@ def test_a_scan_that_ended_early_leaves_the_medium_to_be_asked() -> None:
 
 def test_a_shared_tier_remembers_so_many_blocks_and_no_more() -> None:
     """The oldest answers are dropped first, and queried again."""
-    presence = Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
+    presence = Presence(authoritative=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
     presence.add([b"a", b"b", b"c"], 0)
     presence.add([b"a"], 1)
     presence.add([b"d"], 2)
@@ -95,7 +95,7 @@ def test_a_shared_tier_remembers_so_many_blocks_and_no_more() -> None:
 
 def test_a_removed_block_does_not_count_among_those_remembered() -> None:
     """Removed blocks free their entries, so no other block is dropped."""
-    presence = Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
+    presence = Presence(authoritative=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
     presence.add([b"a", b"b", b"c"], 0)
     presence.remove([b"b"])
     presence.add([b"d"], 1)

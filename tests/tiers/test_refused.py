@@ -31,7 +31,7 @@ _shelves = (f"refused-{number}" for number in itertools.count())
 class Counting(MemoryBackend):
     """Memory that counts the requested blocks by call; shared, like a server."""
 
-    exclusive = False
+    authoritative = False
     asked: ClassVar[dict[str, int]] = {}
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
@@ -55,9 +55,9 @@ class Counting(MemoryBackend):
 
 
 class CountingAlone(Counting):
-    """The same on an exclusive medium."""
+    """The same on an authoritative medium."""
 
-    exclusive = True
+    authoritative = True
 
 
 class Deflate(Codec):
@@ -229,8 +229,8 @@ def test_record_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkeypa
         assert Counting.asked["delete"] == len(KEYS)
 
 
-def test_store_replaces_a_refused_record_on_an_exclusive_medium(tmp_path: Path) -> None:
-    """On an exclusive medium a recomputed block replaces the unreadable record."""
+def test_store_replaces_a_refused_record_on_an_authoritative_medium(tmp_path: Path) -> None:
+    """On an authoritative medium a recomputed block replaces the unreadable record."""
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
     with rig(CountingAlone, shelf, old) as writer:

@@ -83,7 +83,7 @@ def key(number: int) -> bytes:
     return b"key" + number.to_bytes(4, "big")
 
 
-@pytest.mark.parametrize("config", [{"backend": "memory", "capacity": "4MiB"}, SHARED], ids=["exclusive", "shared"])
+@pytest.mark.parametrize("config", [{"backend": "memory", "capacity": "4MiB"}, SHARED], ids=["authoritative", "shared"])
 def test_threads_get_their_own_blocks(
     opened: Callable[..., ThreadedTier], memory: bytearray, config: dict[str, Any]
 ) -> None:

@@ -245,7 +245,7 @@ async def test_a_scan_that_fails_is_not_authoritative(medium: type[Recorder], is
     """The medium is queried for blocks that the scan did not reach; after a complete scan they are misses."""
     async with opened(medium=medium) as (_, _, said):
         (complete,) = [message for message in said if isinstance(message, PresenceComplete)]
-        assert complete.exclusive is is_whole
+        assert complete.authoritative is is_whole
 
 
 async def test_a_damaged_block_is_reported_after_its_quarantine() -> None:

@@ -40,7 +40,7 @@ def file_tier(directory: Path) -> dict[str, Any]:
 
 
 def stored_blocks(directory: Path) -> int:
-    """Return the number of blocks in the journals; an engine may be running."""
+    """Return the number of blocks on the medium; an engine may be running."""
     with (
         contextlib.suppress(ConfigError),
         Medium(make_tier("file", {"path": str(directory), "capacity": "1GiB"})) as holdings,

@@ -24,7 +24,7 @@ class Ages:
 
     def __init__(self, segments: dict[int, Segment]) -> None:
         self.segments = segments
-        self.slots = 0  # Number of slots in all segments.
+        self.slots = 0  # Number of slots in the segments that this engine holds.
         self.now = 0  # The current age.
         self._used = 0
         self._lines: list[Line] = []

@@ -54,7 +54,7 @@ class DiskBackend(SharedMedium):
     # The header is copied into our header page; payloads of whole pages are transferred without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
     holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
-    exclusive: bool = True
+    authoritative: bool = True
 
     def __init__(
         self, config: DiskConfig, *, disk: OsDisk | None = None, reads_only: bool = False, limits: Limits = LIMITS
@@ -214,7 +214,9 @@ class DiskBackend(SharedMedium):
                 "free_slots": float(session.index.free_slots()),
                 "segments": float(len(segments)),
                 "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
-                "foreign_blocks": float(max(0, len(session.index) - blocks)),  # Rows under removal are not counted twice.
+                "foreign_blocks": float(
+                    max(0, len(session.index) - blocks)
+                ),  # Rows under removal are not counted twice.
                 "unsettled_rows": float(len(session.tables.unsettled)),
                 "io_uring": float(session.drives.name == "io_uring"),
             },

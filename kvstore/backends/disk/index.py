@@ -82,7 +82,7 @@ class Index:
 
     @property
     def slots(self) -> int:
-        """Number of slots in all segments."""
+        """Number of slots in the segments that this engine holds."""
         return self._ages.slots
 
     def segments_in(self, root: int) -> list[Segment]:

@@ -1,1 +1,1 @@
-"""Inspecting, verifying, cleaning and archiving the blocks on a tier's medium, beside running engines. No output."""
+"""Inspecting, verifying and cleaning the blocks on a tier's medium, beside running engines. No output."""
