@@ -14,10 +14,10 @@ from kvstore.bounded import BoundedDict
 from kvstore.tiering.admission import Admission
 from kvstore.tiering.core import Core, Part
 from kvstore.tiering.jobs import OpenJob
-from kvstore.tiering.leases import Expiry
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.policy import OffloadPolicy
 from kvstore.tiering.requests import RequestState
+from kvstore.tiering.retention import Expiry
 from kvstore.tiering.tenants import Rates
 from kvstore.types import BlockKey, JobResult, MissCause, Outcome, RemovalCause, TransferJob
 

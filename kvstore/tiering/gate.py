@@ -234,7 +234,7 @@ class Gate:
         one = self._tiers[tier]
         one.answer_s += 0.2 * (min(max(0.0, seconds), 3 * one.answer_s + SLACK_S_MAX) - one.answer_s)
 
-    def note_served(self, recompute_s: float, waited_s: float) -> None:
+    def count_wait(self, recompute_s: float, waited_s: float) -> None:
         """Count the time that loading saved or cost: the computing time of all waiting requests minus the wait."""
         if recompute_s >= waited_s:
             self.counts.saved_s += recompute_s - waited_s

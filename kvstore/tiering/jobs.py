@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from kvstore.tiering.deadlines import Deadlines
-from kvstore.tiering.link import TierLink
+from kvstore.tiering.link import RAISED, TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.types import JobResult, TransferJob
-
-_RAISED: Final = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +75,7 @@ class JobTable:
         """Add a job and submit it to its tier. Return false if the tier raised: it may still have accepted the job."""
         self.add(job)
         submit = job.link.tier.submit_load if job.is_load else job.link.tier.submit_store
-        return job.link.call(submit, job.transfer, otherwise=_RAISED) is not _RAISED
+        return job.link.call(submit, job.transfer, otherwise=RAISED) is not RAISED
 
     def set_deadline(self, job: OpenJob, deadline: float) -> None:
         """Change the deadline of a load."""

@@ -14,6 +14,9 @@ from kvstore.types import BlockKey, JobResult, LookupResult, MissCause, RequestC
 
 logger = logging.getLogger("kvstore.tiering")
 
+RAISED: Final = object()
+"""Stands for the result of a method that raised."""
+
 _STRIKES_MAX: Final = 3
 """Consecutive exceptions of one method after which a tier gets no more work."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvstore.tiering.core import Core
 from kvstore.tiering.gate import Gate
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.requests import Found, RequestState
+from kvstore.tiering.requests import RequestState, TierAnswer
 from kvstore.tiering.tally import TIMED_EVERY
 from kvstore.types import BlockKey, LookupResult, MissCause
 
@@ -41,7 +41,7 @@ class Lookups:
         self._measure = measure
         self.step = 0  # Number of the step. The tiers may answer differently in the next one.
 
-    def find(self, key: BlockKey, state: RequestState) -> Found:
+    def find(self, key: BlockKey, state: RequestState) -> TierAnswer:
         """Return the tier to load a block from; if none, the tier to wait for. Both None: compute the block."""
         gate = self._gate
         # Requests that wait for another engine's prefill have a deadline of their own.
@@ -67,17 +67,17 @@ class Lookups:
         decision.limit, decision.declined = state.ends.get(key, 1) - 1, (tier, MissCause.TIMEOUT)
         self._gate.note_answer(tier, self._clock() - since)
 
-    def note_served(self, state: RequestState, keys: Sequence[BlockKey] = ()) -> None:
+    def end_gated_wait(self, state: RequestState, keys: Sequence[BlockKey] = ()) -> None:
         """Note that a request uses the loaded ``keys``, or computes without loaded blocks."""
         decision = state.gated
         if self._gate is None or decision.since is None:
             return
         end = max((state.ends.get(key, 0) for key in keys), default=0)
         recompute_s = self._gate.recompute_s(decision.start, end, decision.waiting)
-        self._gate.note_served(recompute_s, self._clock() - decision.since)
+        self._gate.count_wait(recompute_s, self._clock() - decision.since)
         decision.since = None
 
-    def _ask(self, key: BlockKey, state: RequestState) -> Found:
+    def _ask(self, key: BlockKey, state: RequestState) -> TierAnswer:
         """Return the first tier that holds a block; if none, the first tier without an answer yet."""
         failed = state.failed.get(key, 0) if state.failed else 0
         asked = state.asked.get(key, 0)

@@ -17,14 +17,14 @@ from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.gate import Gate, GateCounts
 from kvstore.tiering.hedges import HedgeCounts, Hedges
 from kvstore.tiering.jobs import JobTable
-from kvstore.tiering.leases import Expiry, Retention
-from kvstore.tiering.link import TierLink
+from kvstore.tiering.link import RAISED, TierLink
 from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.misses import Misses, account_of
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import ALL_TIERS, Requests, RequestState
+from kvstore.tiering.retention import Expiry, Retention
 from kvstore.tiering.stats import LookupCounts, TieringStats
 from kvstore.tiering.tally import TIMED_EVERY, Tally
 from kvstore.tiering.tenants import TenantTable
@@ -49,7 +49,7 @@ class StorePlan:
 
 _NOTHING = StorePlan((), (), ())
 
-_RAISED: Final = object()
+
 _DRAIN_ROUND_S: Final = 0.05
 """Longest wait for the stores of a roomful of blocks, while more have to be stored before the tiers are closed."""
 _FORGETTING_PAUSE_S: Final = 0.005
@@ -289,8 +289,8 @@ class TieringManager:
         loading = state.loading
         for key in keys:
             loading[key] = loading.get(key, 0) + 1
-        self._lookups.note_served(state, keys)
-        self._misses.note_served(state, keys)
+        self._lookups.end_gated_wait(state, keys)
+        self._misses.count_served(state, keys)
         self._promotions.release_claims(state)
         primary.touch(keys)
         self._use(keys, state)
@@ -331,7 +331,7 @@ class TieringManager:
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         # A request that offers blocks is computing, and no longer needs its claims.
         self._requests.waiting.discard(ctx.request_id)
-        self._lookups.note_served(state)
+        self._lookups.end_gated_wait(state)
         self._misses.settle(state)
         self._promotions.release_claims(state)
         if self._closed:
@@ -492,7 +492,7 @@ class TieringManager:
             state = self._requests.by_id.get(request_id)
             if state is not None:
                 self._requests.waiting.discard(request_id)
-                self._lookups.note_served(state)
+                self._lookups.end_gated_wait(state)
                 self._misses.settle(state)
                 self._promotions.release_claims(state)
         if self._hedges is not None:
@@ -647,7 +647,7 @@ class TieringManager:
         closed = True
         for link in self._links:
             time_left_s = max(0.1, deadline - self._clock())
-            closed &= link.call(link.tier.close, time_left_s, otherwise=_RAISED) is not _RAISED
+            closed &= link.call(link.tier.close, time_left_s, otherwise=RAISED) is not RAISED
         self._poll()
         return closed and not self._jobs
 

@@ -42,8 +42,8 @@ class Misses:
         self.blocks: dict[str, dict[MissCause, int]] = {name: {} for name in self._names.values()}
         self.repeated = 0  # Requests whose first computed block an earlier request had computed.
 
-    def note_served(self, state: RequestState, keys: Sequence[BlockKey]) -> None:
-        """Note that a request loads blocks."""
+    def count_served(self, state: RequestState, keys: Sequence[BlockKey]) -> None:
+        """Count the blocks that a request loads."""
         served, sources, ends = state.served, state.sources, state.ends
         origins = [link.index for key in keys if (link := sources.get(key)) is not None] if sources else []
         for index, count in (*Counter(origins).items(), (ALL_TIERS, len(keys) - len(origins))):

@@ -13,7 +13,7 @@ from kvstore.tiering.policy import HAND_OVER, OffloadPolicy, PolicyParser
 from kvstore.tiering.recording import RequestFeed
 from kvstore.types import BlockKey, MissCause, RequestContext
 
-Found: TypeAlias = "tuple[TierLink | None, TierLink | None]"
+TierAnswer: TypeAlias = "tuple[TierLink | None, TierLink | None]"
 """The tier to load a block from, or None; and in that case the tier whose answer is outstanding, or None."""
 
 
@@ -28,7 +28,7 @@ class Decision:
     step: int = -1  # Step of the last decision.
     limit: int | None = None  # End of the last block to load, in tokens; None for no limit.
     declined: tuple[int, MissCause] | None = None  # Index of the tier for which there is a limit, and the cause.
-    found: dict[BlockKey, Found] = field(default_factory=dict)  # Answers of the tiers in this step, by block.
+    found: dict[BlockKey, TierAnswer] = field(default_factory=dict)  # Answers of the tiers in this step, by block.
     start: int = 0  # Tokens before the blocks to load.
     waiting: int = 1  # Number of requests waiting to be computed, including this one.
     recompute_s: float = 0.0

@@ -143,7 +143,7 @@ class Segment:
         return np.flatnonzero(self.state == State.USED)
 
     @property
-    def use(self) -> int:
+    def total_age(self) -> int:
         """Sum of the ages of its blocks; the least used segment has the lowest."""
         return int((self.age[self.age != EMPTY].astype(np.int64) + 1).sum())
 

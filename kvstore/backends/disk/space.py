@@ -312,7 +312,7 @@ class Space:
             is_giving = any(each.root == root.position for each in self._leaving)
             if due is not Due.NONE and able and not is_giving:
                 self._full_until = time.monotonic() + self._limits.ask_again_s
-                least_used = min(able, key=lambda segment: segment.use)
+                least_used = min(able, key=lambda segment: segment.total_age)
                 await self._give_up(least_used, RemovalCause.EVICTED, remove=due is Due.REMOVE)
         for segment in [each for each in self._leaving if each.root == root.position]:
             await self._let_go(root, segment)
