@@ -213,7 +213,7 @@ class Renames(OsDisk):
         super().flock(fd, operation)
 
 
-def test_lock_on_a_file_that_was_replaced_is_none(tmp_path: Path) -> None:
+def test_lock_on_a_replaced_file_counts_as_no_lock(tmp_path: Path) -> None:
     """Only a lock on the file that has the name now excludes other processes, so that one is locked."""
     path = tmp_path / "ledger.lock"
     here = os.open(tmp_path, os.O_RDONLY)
