@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import Namespace
 from kvstore.errors import BackendUnavailableError
-from kvstore.runtime.messages import Drained, FromIO, HostDown, HostUp
+from kvstore.runtime.messages import Drained, FromIO, HostDown, HostUp, Touch
 from kvstore.runtime.process import ChildConnection, ProcessChannel, ProcessSpec, SharedBacking
 from kvstore.runtime.wire import Ping, pack
 from kvstore.testing import eventually
@@ -156,6 +156,32 @@ def test_a_quiet_child_is_asked_once_and_only_looks_count(
     assert connection.wait(60)
     assert connection.read()
     assert signs([1.9, 0.2, *[1] * 9, 0.5, 1]) == ["well", "ask", *["well"] * 10, "stuck"]
+
+
+def test_a_child_that_reads_a_backlog_is_alive(connection: ChildConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room in a full socket counts as an answer, because the ping is behind many messages, which take long."""
+    clock = [connection._answered_at]
+    monkeypatch.setattr("kvstore.runtime.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    frame = pack([Touch((bytes(1000),) * 1000)])
+    unsent = bytearray()
+
+    def is_full() -> bool:
+        unsent.extend(b"" if unsent else frame)
+        try:
+            del unsent[: connection.write(unsent)]
+        except BlockingIOError:
+            return True
+        return False
+
+    os.kill(connection.pid, signal.SIGSTOP)
+    while not is_full():
+        pass
+    clock[0] += 3
+    assert connection.watch() == "ask"
+    os.kill(connection.pid, signal.SIGCONT)
+    eventually(lambda: not is_full(), 60, "room in the socket")
+    clock[0] += 3
+    assert connection.watch() == "ask"
 
 
 def test_the_bell_has_rung_until_all_frames_are_read(connection: ChildConnection) -> None:
