@@ -91,7 +91,8 @@ class _Child:
                 self._post(Closed())
                 with contextlib.suppress(ConnectionError):  # The parent is gone.
                     await self._flush()
-        except (TimeoutError, OSError) as error:
+        # Any failure: backends may be third-party code, and only the end of main() leaves blocked threads behind.
+        except Exception as error:
             logger.warning("The I/O process ends without closing its medium: %r", error)
         writer.cancel()
         await asyncio.gather(writer, return_exceptions=True)
@@ -149,6 +150,8 @@ class _Child:
     async def _flush(self) -> None:
         self._wake.clear()
         while self._outbox:
+            if self._writer.transport.is_closing():
+                raise ConnectionResetError("The parent is gone.")  # uvloop would raise a RuntimeError.
             self._writer.write(pack(take_frame(self._outbox)))
             await self._writer.drain()
             self._bell.ring()

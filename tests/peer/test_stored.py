@@ -152,20 +152,21 @@ def test_blocks_on_disk_are_lent_while_the_io_process_is_replaced(tmp_path: Path
 
 
 def test_the_reader_of_a_disk_follows_its_epoch(tmp_path: Path) -> None:
-    """After a change of weights, peers get blocks on disk of the new epoch, and none of the earlier one."""
-    name = tmp_path / "epoch"
-    name.write_text("step-1")
-    epoch = {"epoch": {"file": str(name)}}
+    """After each change of weights, peers get blocks on disk of the new epoch, and none of the earlier one."""
+    file = tmp_path / "epoch"
+    file.write_text("step-1")
+    epoch = {"epoch": {"file": str(file)}}
     engine = Engine(tmp_path / "kv", epoch, io="process", **epoch)
     try:
         with rig_of(engine, **epoch) as rig:
             assert rig.load(KEYS).success
-            name.write_text("step-2")
-            engine.begin_epoch()
-            assert rig.begin_epoch() == "step-2"
-            assert set(rig.load(KEYS).outcomes) == {Outcome.MISS}
-            engine.fill()
-            eventually(lambda: rig.load(KEYS).success, 60, "the blocks of the new epoch")
+            for name in ("step-2", "step-3"):
+                file.write_text(name)
+                engine.begin_epoch()
+                assert rig.begin_epoch() == name
+                assert set(rig.load(KEYS).outcomes) == {Outcome.MISS}
+                engine.fill()
+                eventually(lambda: rig.load(KEYS).success, 60, "the blocks of the new epoch")
     finally:
         engine.close()
 
