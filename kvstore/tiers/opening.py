@@ -10,7 +10,7 @@ import msgspec
 
 from kvstore.backends.base import Backend, PeerMedium, SharedMedium
 from kvstore.config import TierConfig, decode_config
-from kvstore.errors import ConfigError
+from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
 from kvstore.registry import BACKENDS
@@ -231,5 +231,10 @@ def _opened_process(
         reason = "it needs a primary tier in shared memory that can be opened again; this one is private"
     except (OSError, RuntimeError) as error:  # The machine allows no further process, thread or descriptor.
         reason = f"it can't be started: {error}"
+    except BackendUnavailableError as error:
+        if side.config.required:
+            raise
+        # The process has ended: an absent medium is no error here.
+        reason = f"it ended at its start: {error}"
     logger.warning("Tier %s has no I/O process (%s). Its I/O runs on a thread instead.", name, reason)
     return None

@@ -24,7 +24,7 @@ import pytest
 
 import kvstore
 from kvstore import AsyncTier, ConfigError, Locality, LookupResult, Medium, Namespace, Outcome, TransferJob, open_tier
-from kvstore.backends.base import RecordRead
+from kvstore.backends.base import RecordGeometry, RecordRead
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.config import decode_config
 from kvstore.diskio.ring import probe
@@ -258,6 +258,30 @@ def test_an_error_of_the_childs_start_is_raised_in_the_parent(region: Region, tm
     config = {"backend": "file", "path": str(tmp_path / "no" / "such" / "dir"), "capacity": "1MiB", "io": "process"}
     with pytest.raises(ConfigError, match="such"):
         open_tier(config, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
+
+
+class KilledAtStart(MemoryBackend):
+    """Memory whose process is killed at its start, unless it is that of the tests."""
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        if os.getpid() != int(os.environ["KVSTORE_TEST_PARENT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super().open(namespace, geometry)
+
+
+def test_a_tier_that_is_not_required_has_a_thread_if_its_child_is_killed_at_the_start(
+    region: Region, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine starts and the tier serves, with a warning; the start of a required tier fails."""
+    monkeypatch.setenv("KVSTORE_TEST_PARENT", str(os.getpid()))
+    options = {"backend": f"{__name__}:KilledAtStart"}
+    with pytest.raises(BackendUnavailableError):
+        open_process_tier(region, **options)
+    config = {**CONFIG, **options, "required": False}
+    tier = open_tier(config, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
+    region.tiers.append(tier)
+    assert tier.io_pid is None and "on a thread instead" in caplog.text
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
