@@ -150,7 +150,8 @@ class Space:
     async def _take(self, count: int, length: int) -> list[int]:
         """Take at most ``count`` slots, of this length or a longer one."""
         index = self._index
-        index.avoid(self._drives.frozen(), self._limits.frozen_s)
+        if frozen := self._drives.frozen():
+            index.avoid(frozen, self._limits.frozen_s)
         places = index.take(count, length)
         try:
             while len(places) < count and await asyncio.shield(self._start(self._grow(length, needed=True))):
