@@ -82,7 +82,8 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
 
     A second server of a system has its name and ``-again``.
     """
-    if system.removesuffix("-again") == "none":
+    system = system.removesuffix("-again")
+    if system == "none":
         return None
     directory.mkdir(parents=True, exist_ok=True)
     file = [{"type": "file", "path": str(directory), "capacity": "50%"}]
@@ -92,7 +93,7 @@ def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] |
         "kvstore-file": ("kvstore", file, {}),
         "kvstore-file-lazy": ("kvstore", file, {"tiering": {"policy": {"lazy": True}}}),
         "kvstore-primary": ("kvstore", [], {}),
-    }[system.removesuffix("-again")]
+    }[system]
     return {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",

@@ -170,7 +170,7 @@ class LineageFound(_Message, frozen=True):
 
 
 class PresenceComplete(_Message, frozen=True):
-    """Recovery has ended: from now on the presence of an authoritative tier is authoritative."""
+    """Recovery has ended: from now on the presence of an authoritative medium is complete."""
 
     authoritative: bool
     blocks: int

@@ -28,7 +28,7 @@ from kvstore.types import (
 class TierHarness:
     """Properties of the tested tier, set by a subclass of :class:`~kvstore.testing.TierTests`."""
 
-    authoritative: ClassVar[bool] = True  # Whether presence is authoritative, so that a miss needs no second step.
+    authoritative: ClassVar[bool] = True  # Whether the tier knows all blocks, so that a miss needs no query.
     persistent: ClassVar[bool] = True
     """Whether blocks outlive a close, and are found again with the same configuration."""
     deletes: ClassVar[bool] = True  # Whether the backend can remove.
@@ -98,7 +98,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_unknown_blocks_are_misses(self) -> None:
-        """A block that was never stored is a MISS; in an authoritative tier already at the first lookup."""
+        """A block that was never stored is a MISS; of an authoritative medium already at the first lookup."""
         with self.rig() as rig:
             rig.recovered()
             for key in self.keys(10):

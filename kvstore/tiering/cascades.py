@@ -144,10 +144,7 @@ class Cascades(Part):
 
     def exclude(self, keys: Sequence[BlockKey]) -> None:
         """Note that the policy of a request stores blocks nowhere, not even in the primary tier."""
-        for link in self._links:
-            link.unstored.note(keys, MissCause.STORE_POLICY)
-        if not self._core.links:
-            self._core.absent.note(keys, MissCause.STORE_POLICY)
+        self._core.note_unstored(self._links, keys, MissCause.STORE_POLICY)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Make withheld and pending stores of blocks that a request uses again, by its policy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.primary.tier import PrimaryTier
@@ -59,6 +59,11 @@ class Core:
         if not self.links:
             self.absent.note(keys, MissCause(cause.value))
         self.log.primary(keys, cause)
+
+    def note_unstored(self, links: Iterable[TierLink], keys: Sequence[BlockKey], cause: MissCause) -> None:
+        """Note why blocks are not stored in some tiers, or in the primary tier if it is the only one."""
+        for reasons in [link.unstored for link in links] if self.links else [self.absent]:
+            reasons.note(keys, cause)
 
     def take_evicted(self) -> list[BlockKey]:
         """Record and return the evicted blocks. Call this after each allocation."""

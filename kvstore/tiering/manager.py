@@ -360,9 +360,7 @@ class TieringManager:
             # Blocks may have been evicted in vain, if their slots are on loan.
             self._core.take_evicted()
             self._refused_stores += len(new)
-            reasons = [link.unstored for link in state.store_links] if self._links else [self._core.absent]
-            for each in reasons:
-                each.note(new, MissCause.NO_ROOM)
+            self._core.note_unstored(state.store_links, new, MissCause.NO_ROOM)
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))

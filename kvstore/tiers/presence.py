@@ -21,7 +21,7 @@ _ABSENT_MAX: Final = 1 << 18
 
 _SHARED_MAX: Final = 1 << 20
 """Blocks of a shared tier remembered as present (about 256 MB). The medium may hold more, and is queried again for
-forgotten ones. For an authoritative tier all are kept: its capacity is the bound."""
+forgotten ones. For an authoritative medium all are kept: its capacity is the bound."""
 
 _UNREAD_S: Final = 60.0
 """Time for which an answer waits for the lookup that caused its question: longer than any step."""
@@ -74,7 +74,7 @@ record that became readable is found within that time."""
 class Presence:
     """The keys that a tier holds, from reports of its I/O half.
 
-    For an authoritative tier the set is authoritative once recovery has ended. For a shared tier it is a cache: answers
+    For an authoritative medium the set is complete once recovery has ended. For others it is a cache: answers
     hold for their TTL, and the medium is queried for all other keys. Recovered keys are absorbed one message at a time
     (:meth:`absorb`), because a million at once would delay a step.
 

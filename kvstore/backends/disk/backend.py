@@ -214,9 +214,8 @@ class DiskBackend(SharedMedium):
                 "free_slots": float(session.index.free_slots()),
                 "segments": float(len(segments)),
                 "segment_bytes": float(sum(segment.head.segment_bytes for segment in segments)),
-                "foreign_blocks": float(
-                    max(0, len(session.index) - blocks)
-                ),  # Rows under removal are not counted twice.
+                # ``blocks`` includes those whose rows are being removed, which the index lacks already.
+                "foreign_blocks": float(max(0, len(session.index) - blocks)),
                 "unsettled_rows": float(len(session.tables.unsettled)),
                 "io_uring": float(session.drives.name == "io_uring"),
             },
