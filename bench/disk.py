@@ -9,7 +9,8 @@ CPU seconds include all participating processes and the caller, which waits for 
 
 Each system has the memory that it has in an engine: kvstore huge pages, vLLM's ``fs`` pages of 4 KiB (a drive transfers
 physically adjacent pages in one piece). ``--memory huge`` and ``--memory small`` give both the same. Tiers of kvstore
-run in a process of their own, as in an engine, or with ``-thread`` in the caller's.
+run in a process of their own, as in an engine, or with ``-thread`` in the caller's. ``kvstore-file`` stores into a full
+tier, so it evicts; ``kvstore-file-empty`` has a new directory in each run.
 
 fio uses the same filesystem, direct I/O, the same block size and queue depth 32. ``of_fio`` is the rate divided by
 fio's in the same run, or the median of such ratios. fio computes no hashes.
@@ -62,6 +63,7 @@ from kvstore.primary import Region
 
 KIB, MIB = 1024, 1024**2
 SYSTEMS = ["kvstore-file", "vllm-fs", "kvstore-file-thread"]
+EMPTY: Final = "kvstore-file-empty"
 BLOCKS_PER_JOB = 64
 JOBS_AT_ONCE = 8
 ENGINES = 4
@@ -126,7 +128,7 @@ def opened(name: str, directory: Path, region: Region, size: int, divisor: int, 
         backend, _, io = name.removeprefix("kvstore-").partition("-")
         config: dict[str, Any] = {
             "backend": backend, "path": str(directory), "capacity": capacity_for(size, divisor, engines),
-            "reserve": 0, "io": io or "process", "load_timeout": 60, "store_timeout": 60,
+            "reserve": 0, "io": "thread" if io == "thread" else "process", "load_timeout": 60, "store_timeout": 60,
             "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
         }  # fmt: skip
         system = TierSystem(config, region.view(), size, Namespace({"bench": "disk", "size": size}), name=name)
@@ -158,6 +160,15 @@ def forget(driver: Driver, directory: Path) -> None:
             path.unlink()
 
 
+def measure_empty(blocks: BlockRows, region: Region, workload: Workload, directory: Path, divisor: int) -> Row:
+    """Measure a run in a new directory."""
+    try:
+        with opened(EMPTY, directory, region, workload.block_bytes, divisor) as system:
+            return measure(Driver(system, blocks), workload, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def fio(directory: Path, op: Op, size: int, divisor: int) -> Row:
     """Return the row of fio."""
     (row,) = fio_rows(
@@ -180,7 +191,7 @@ def finished(found: Mapping[str, list[Row]]) -> Iterator[Row]:
 def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int, runs: int) -> Iterator[Row]:
     """Measure one engine of each system."""
     with contextlib.ExitStack() as stack:
-        drivers: dict[str, Driver] = {}
+        measures: dict[str, Callable[[Workload], Row]] = {}
         memories: dict[bool, tuple[Region, BlockRows]] = {}
         for name in options.systems:
             huge_pages = in_huge_pages(name, options.memory)
@@ -190,9 +201,13 @@ def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int
                 stack.callback(memories[huge_pages][1].release)
             region, blocks = memories[huge_pages]
             directory = root / name
+            if name == EMPTY:
+                measures[name] = partial(measure_empty, blocks, region, directory=directory, divisor=divisor)
+                continue
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
             system = stack.enter_context(opened(name, directory, region, size, divisor))
-            drivers[name] = driver = Driver(system, blocks)
+            driver = Driver(system, blocks)
+            measures[name] = partial(measure, driver, directory=directory)
             # More than the tier holds, so that no counted store is the first write to its slot.
             filled = phase("store", size, 1, 0 if name == "vllm-fs" else capacity_for(size, divisor))
             run_phase(driver, filled)
@@ -204,9 +219,7 @@ def measure_one(options: argparse.Namespace, root: Path, size: int, divisor: int
                 for spin in [False] if options.quick or options.no_spin else [False, True]:
                     workload = phase(op, size, jobs, RUN_MIB[jobs][size // KIB] * MIB // divisor, spin=spin)
                     systems: dict[str, Callable[[], Row]] = {"fio": partial(fio, root, op, size, divisor)}
-                    systems |= {
-                        name: partial(measure, driver, workload, root / name) for name, driver in drivers.items()
-                    }
+                    systems |= {name: partial(each, workload) for name, each in measures.items()}
                     yield from finished(in_turns(runs, systems, warm_up=not options.quick))
                     os.sync()
 
@@ -321,7 +334,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="on the drive to measure")
     parser.add_argument("--sizes", type=int, nargs="*", choices=list(RUN_MIB[1]), help="KiB per block")
     parser.add_argument("--no-spin", action="store_true", help="nothing beside a thread that spins in Python")
-    parser.add_argument("--systems", nargs="*", default=SYSTEMS, choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="*", default=SYSTEMS, choices=[*SYSTEMS, EMPTY])
     parser.add_argument("--memory", default="own", choices=["own", "huge", "small"], help="pages of the memory")
     parser.add_argument("--engines", nargs="*", type=int, default=[1, ENGINES], choices=[1, ENGINES])
     parser.add_argument("--engine", type=json.loads, help=argparse.SUPPRESS)
@@ -329,6 +342,8 @@ def main() -> None:
     if options.engine:
         be_engine(*options.engine)
         return
+    if EMPTY in options.systems and ENGINES in options.engines:
+        parser.error(f"{EMPTY} needs --engines 1")
     needs(*(["vllm"] if "vllm-fs" in options.systems else []), programs=["fio"])
     divisor, runs = QUICK if options.quick else 1, runs_of(options, 5)
     with reporting(options, COLUMNS) as rows, scratch(options.directory) as root:

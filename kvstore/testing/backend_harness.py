@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Final, SupportsIndex, TypeVar
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.codec.record import HEADER_BYTES
-from kvstore.errors import KVStoreError
+from kvstore.errors import BackendClosedError, KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker, Target
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
-from kvstore.types import BlockKey, Outcome
+from kvstore.types import BlockInfo, BlockKey, Outcome
 
 _H = TypeVar("_H", bound="BackendHarness")
 
@@ -120,42 +120,52 @@ class BackendHarness:
         """Put payloads under new keys in one batch, and check that all outcomes are OK."""
         maker = self.maker(backend)
         outcomes = await backend.put([maker.write(key, payload) for key, payload in values.items()])
-        assert list(outcomes) == [Outcome.OK] * len(values), f"put of {len(values)} new blocks: {outcomes}"
+        assert len(outcomes) == len(values), f"{len(outcomes)} outcomes for {len(values)} writes: return one for each"
+        other = [
+            f"key {key.hex()}: {outcome!r}"
+            for key, outcome in zip(values, outcomes, strict=True)
+            if outcome is not Outcome.OK
+        ]
+        assert not other, f"put of new keys, {', '.join(other[:3])}: use the whole key, and return OK for a new one"
 
     async def get_all(self, backend: Backend, keys: Sequence[BlockKey]) -> list[bytes | None]:
         """Read keys in one batch; return the verified payload of each, or None for a miss. Other outcomes fail."""
         maker = self.maker(backend)
         targets = [maker.target(key) for key in keys]
         outcomes = await backend.get_into([target.read for target in targets])
-        assert len(outcomes) == len(keys), f"{len(outcomes)} outcomes for {len(keys)} reads"
+        assert len(outcomes) == len(keys), f"{len(outcomes)} outcomes for {len(keys)} reads: return one for each"
         return [self.payload_of(maker, target, outcome) for target, outcome in zip(targets, outcomes, strict=True)]
 
     def payload_of(self, maker: RecordMaker, target: Target, outcome: Outcome) -> bytes | None:
         """Return the payload of an OK read, None for a MISS; other outcomes fail the check."""
         if outcome is Outcome.OK:
             return maker.content(target)
-        assert outcome is Outcome.MISS, f"key {target.key.hex()}: {outcome!r}, expected OK or MISS"
-        assert target.guards_intact, f"key {target.key.hex()}: a MISS wrote outside of the buffers"
+        assert outcome is Outcome.MISS, (
+            f"key {target.key.hex()}: {outcome!r}, expected OK or MISS; a key that is not there is no failure"
+        )
+        assert target.guards_intact, f"key {target.key.hex()}: a MISS wrote outside of the buffers: leave them alone"
         return None
 
     async def scanned(self, backend: Backend) -> dict[BlockKey, int]:
         """Return the result of a scan as sizes by key; a duplicate key fails the check."""
         found: dict[BlockKey, int] = {}
         async for info in backend.scan():
-            assert info.key not in found, f"scan yields key {info.key.hex()} twice"
+            assert isinstance(info, BlockInfo), f"scan yields {info!r}: yield a BlockInfo for each block"
+            assert info.key not in found, f"scan yields key {info.key.hex()} twice: yield each block once"
             found[info.key] = info.size_bytes
         return found
 
     async def raises(self, kind: type[KVStoreError], call: Awaitable[object], what: str) -> None:
         """Check that a call raises an error of this kind, not within an exception group."""
+        remedy = ": begin the method with self.check_open()" if kind is BackendClosedError else ""
         try:
             result = await call
         except kind:
             return
         # Any other exception violates the contract and becomes the message of the failed check.
         except Exception as error:
-            raise AssertionError(f"{what}: {error!r}, expected {kind.__name__}") from error
-        raise AssertionError(f"{what}: returned {result!r}, expected {kind.__name__}")
+            raise AssertionError(f"{what}: {error!r}, expected {kind.__name__}{remedy}") from error
+        raise AssertionError(f"{what}: returned {result!r}, expected {kind.__name__}{remedy}")
 
 
 class LoopGuard:
@@ -212,8 +222,13 @@ async def _run(harness: _H, check: Callable[[_H], Awaitable[None]]) -> None:
     guard = LoopGuard((Backend, BackendHarness), _MAY_BLOCK)
     try:
         with guard:
-            async with asyncio.timeout(harness.time_limit_s):
-                await check(harness)
+            try:
+                async with asyncio.timeout(harness.time_limit_s):
+                    await check(harness)
+            except TimeoutError as error:
+                raise AssertionError(
+                    f"a call took longer than {harness.time_limit_s:g} s: give each wait for the medium a deadline"
+                ) from error
         assert not guard.found, guard.found
     finally:
         for backend in harness.opened:

@@ -172,6 +172,9 @@ class CodecTests:
                 source[:] = payload
             again = codec.encode(sources, targets)
             read = [bytes(target[:size]) for target, size in zip(targets, again, strict=True)]
+            assert [bytes(source) for source in sources] == payloads, (
+                "encode changed a source that could be written: copy before you change bytes"
+            )
             assert self.decoded(codec, codec.wire_id, read, lengths) == payloads, (
                 f"a batch of {lengths} bytes in one piece of memory came back different: use only the given views"
             )
@@ -185,6 +188,9 @@ class CodecTests:
             stored = self.encoded(codec, payloads)
             rooms = [GuardedBuffer(self.rng.randrange(size), "odd") for _ in payloads]
             sizes = codec.encode([memoryview(payload) for payload in payloads], [room.view for room in rooms])
+            assert len(sizes) == len(payloads), (
+                f"{len(sizes)} sizes for {len(payloads)} payloads: return None for one that does not fit, and continue"
+            )
             assert all(room.guards_intact for room in rooms), "encode wrote outside of a target: check its length first"
             for payload, room, length in zip(payloads, rooms, sizes, strict=True):
                 if length is not None:

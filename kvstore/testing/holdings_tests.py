@@ -55,6 +55,9 @@ class HoldingsTests(BackendHarness):
                     f"namespaces: {found}; list each namespace of the medium once"
                 )
             blocks = await self._scanned(holdings)
+        assert blocks, (
+            "scan: no block; admin tools make a backend of this class and configuration, and read the same medium"
+        )
         assert sorted(block.key for block in blocks) == sorted(stored), (
             "scan: keys are missing, repeated or altered; yield every block once, with its key as it was put"
         )

@@ -348,6 +348,14 @@ class RaisesGroups(Breakable):
         return task.result()
 
 
+class NeverAnswers(Breakable):
+    """Waits for an answer without a deadline."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        await asyncio.Event().wait()
+        return []
+
+
 class FailedGetIsAMiss(Breakable):
     """Returns MISS when the medium fails."""
 

@@ -67,3 +67,11 @@ def test_the_suite_finds_the_defect(kind: type[Breakable], check: str) -> None:
     suite.time_limit_s = 10.0
     error = failure_of(lambda: getattr(suite, check)(), (AssertionError, BackendError))
     assert any("KVSTORE_TEST_SEED=" in note for note in error.__notes__), "the failure does not name its seed"
+
+
+def test_a_call_that_never_returns_fails_at_the_time_limit() -> None:
+    """The failure says which limit was exceeded, and the remedy."""
+    suite = SuiteOf()
+    suite.kind, suite.time_limit_s = broken.NeverAnswers, 0.2
+    with pytest.raises(AssertionError, match=r"longer than 0\.2 s: give each wait for the medium a deadline"):
+        suite.test_miss_is_a_value()
