@@ -71,7 +71,7 @@ _TENANTS = Tenants(by="parameter", named={"acme": Tenant(guaranteed=0.5)})
 async def test_simulated_disk_tier_evicts_the_blocks_that_the_real_one_evicts(
     tmp_path: Path, tenants: Tenants | None
 ) -> None:
-    """After each of some hundred requests, both have had the same hits and hold the same blocks."""
+    """In each of some hundred requests both have the same hits, and after every eighth they hold the same blocks."""
     tags = [bytes(8)] if tenants is None else [tag_of("acme", named=True), tag_of("other", named=False)]
     tier = DryTier("file", SlotsRoom(_SLOTS * SLOT, PAYLOAD, tenants), block_bytes=PAYLOAD)
     seen: set[BlockKey] = set()
@@ -84,6 +84,8 @@ async def test_simulated_disk_tier_evicts_the_blocks_that_the_real_one_evicts(
         for number, prompt in enumerate(_trace(random.Random(1), tags)):
             seen.update(prompt)
             assert _ask_model(tier, number, prompt) == await _ask_backend(rig, prompt), f"request {number}"
+            if number % 8:
+                continue
             held = [block.key async for block in rig.backend.scan()]
             assert {key for key in seen if tier.lookup(key) is LookupResult.HIT} == set(held), f"request {number}"
         assert rig.backend.stats().counters["evicted_blocks"] == tier.stats().removals["evicted"] > 1000

@@ -376,7 +376,7 @@ class DyingDisk(OsDisk):
 @pytest.mark.parametrize("dying", ["giver", "taker", "taker of another namespace", "remover"])
 async def test_killed_engine_loses_no_segment(tmp_path: Path, dying: str) -> None:
     """An engine killed between any two steps of giving, taking or removing a segment leaves all of its segments."""
-    for step in itertools.count(0, sized(5, full=1)):
+    for step in itertools.count(0, sized(5, full=1, quick=11)):
         root, disk = tmp_path / str(step), DyingDisk()
         namespace = OTHER if dying == "taker of another namespace" else NAMESPACE
         async with contextlib.AsyncExitStack() as stack:
