@@ -263,6 +263,28 @@ async def test_asking_precedes_each_command_after_an_ask() -> None:
             new.server.commands.clear()
 
 
+async def test_asking_precedes_a_command_that_follows_one_of_a_moved_slot() -> None:
+    """Commands for one node after MOVED and after ASK may be ready together; only the latter need ASKING."""
+    async with nodes_of_a_cluster(2) as (old, new):
+        backend = await on(old, connections=1)
+        keys = keys_by_node(backend, 8)[0]
+        moved = {name_of(backend, key) for key in keys[::2]}
+        ports = old.server.port, new.server.port
+        old.instead = lambda command: (
+            b"-%b 1 127.0.0.1:%d\r\n" % (b"MOVED" if command[-1] in moved else b"ASK", ports[1])
+        )
+
+        def importing(command: list[bytes]) -> bytes | None:
+            if command[0] == b"ASKING":
+                return b"+OK\r\n"
+            is_asked = len(new.server.commands) > 1 and new.server.commands[-2][0] == b"ASKING"
+            return None if is_asked or command[-1] in moved else b"-MOVED 1 127.0.0.1:%d\r\n" % ports[0]
+
+        new.instead = importing
+        assert list(await backend.exists(keys)) == [False] * 8
+        assert (new.count(b"EXISTS"), new.count(b"ASKING")) == (8, 4)
+
+
 async def test_a_closed_backend_follows_no_redirect() -> None:
     """A redirect read during the close creates no node, and so no connection that would stay open."""
     async with nodes_of_a_cluster(2) as (old, new):
