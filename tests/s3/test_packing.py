@@ -72,6 +72,17 @@ async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: ran
     assert set(await backend.get_into(reads_of(blocks))) == {Outcome.OK}
 
 
+async def test_a_record_longer_than_its_buffers_spoils_no_neighbour(faults: FaultServer, rng: random.Random) -> None:
+    """Adjacent records of one read are found, although one between them has no room."""
+    backend = await opened(faults, **{**PACKED, "prefix": fresh_prefix()})
+    blocks = blocks_of(rng, 3)
+    assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
+    reads = reads_of(blocks)
+    reads[1].buffers = [memoryview(bytearray(16))]
+    assert list(await backend.get_into(reads)) == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
+    assert [bytes_of(read) for read in reads[::2]] == list(blocks.values())[::2]
+
+
 @pytest.mark.parametrize("client", EACH_CLIENT)
 async def test_an_error_in_the_body_of_a_success_is_no_store(
     faults: FaultServer, rng: random.Random, client: str
