@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.waiting import eventually
 from kvstore.vllm.tags import remote_fields
 from tests.peer.ports import free_port
 from tests.vllm.harness import Drivers, key_of
@@ -42,5 +43,5 @@ def test_blocks_on_an_engines_disk_are_served(drive: Drivers, tmp_path: Path, di
     evicted = [key for key in keys if key not in first.manager.manager.primary]
     assert len(evicted) >= 8
     second = drive({"type": "peer", "peers": [address], **PATIENT})
-    # The driver compares every byte.
-    assert second.load(evicted) == evicted
+    # The reader of the disk follows its I/O process some milliseconds later. The driver compares every byte.
+    eventually(lambda: second.load(evicted) == evicted, what="every evicted block is served")
