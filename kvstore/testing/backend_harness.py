@@ -227,7 +227,8 @@ async def _run(harness: _H, check: Callable[[_H], Awaitable[None]]) -> None:
                     await check(harness)
             except TimeoutError as error:
                 raise AssertionError(
-                    f"a call took longer than {harness.time_limit_s:g} s: give each wait for the medium a deadline"
+                    guard.found
+                    or f"a call took longer than {harness.time_limit_s:g} s: give each wait for the medium a deadline"
                 ) from error
         assert not guard.found, guard.found
     finally:
