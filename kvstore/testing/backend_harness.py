@@ -126,7 +126,7 @@ class BackendHarness:
             for key, outcome in zip(values, outcomes, strict=True)
             if outcome is not Outcome.OK
         ]
-        assert not other, f"put of new keys, {', '.join(other[:3])}: use the whole key, and return OK for a new one"
+        assert not other, f"put of new keys, {', '.join(other[:3])}: return OK for each; EXISTS takes a key for another"
 
     async def get_all(self, backend: Backend, keys: Sequence[BlockKey]) -> list[bytes | None]:
         """Read keys in one batch; return the verified payload of each, or None for a miss. Other outcomes fail."""
@@ -141,7 +141,7 @@ class BackendHarness:
         if outcome is Outcome.OK:
             return maker.content(target)
         assert outcome is Outcome.MISS, (
-            f"key {target.key.hex()}: {outcome!r}, expected OK or MISS; a key that is not there is no failure"
+            f"key {target.key.hex()}: {outcome!r}, expected OK if it is there, else MISS (the log has errors)"
         )
         assert target.guards_intact, f"key {target.key.hex()}: a MISS wrote outside of the buffers: leave them alone"
         return None
@@ -157,7 +157,8 @@ class BackendHarness:
 
     async def raises(self, kind: type[KVStoreError], call: Awaitable[object], what: str) -> None:
         """Check that a call raises an error of this kind, not within an exception group."""
-        remedy = ": begin the method with self.check_open()" if kind is BackendClosedError else ""
+        is_closed = kind is BackendClosedError
+        remedy = "; check first whether it is open (self.check_open() of SimpleBackend)" if is_closed else ""
         try:
             result = await call
         except kind:
@@ -223,12 +224,14 @@ async def _run(harness: _H, check: Callable[[_H], Awaitable[None]]) -> None:
     try:
         with guard:
             try:
-                async with asyncio.timeout(harness.time_limit_s):
+                async with asyncio.timeout(harness.time_limit_s) as limit:
                     await check(harness)
             except TimeoutError as error:
+                if not limit.expired():  # Raised by the backend.
+                    raise
+                late = f"the check took longer than {harness.time_limit_s:g} s"
                 raise AssertionError(
-                    guard.found
-                    or f"a call took longer than {harness.time_limit_s:g} s: give each wait for the medium a deadline"
+                    guard.found or f"{late}: give each wait for the medium a deadline, or set time_limit_s"
                 ) from error
         assert not guard.found, guard.found
     finally:

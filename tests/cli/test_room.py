@@ -14,9 +14,13 @@ from kvstore.cli.bench.room import SlotsRoom
 from kvstore.tenants import Tenant, Tenants, tag_of
 from kvstore.types import BlockKey, LookupResult, TransferJob
 from tests.disk.rig import PAYLOAD, SLOT, Rig, opened
+from tests.sizes import sized
 
 _SLOTS = 320
 """Room for 16 segments of 20 slots; 5 of them are freed ahead of need."""
+
+_COMPARED_EVERY = sized(1, full=1, quick=8)
+"""Requests after which all blocks are compared."""
 
 
 def _trace(rng: random.Random, tenants: list[bytes]) -> list[list[BlockKey]]:
@@ -71,7 +75,7 @@ _TENANTS = Tenants(by="parameter", named={"acme": Tenant(guaranteed=0.5)})
 async def test_simulated_disk_tier_evicts_the_blocks_that_the_real_one_evicts(
     tmp_path: Path, tenants: Tenants | None
 ) -> None:
-    """In each of some hundred requests both have the same hits, and after every eighth they hold the same blocks."""
+    """After each of some hundred requests, both have had the same hits and hold the same blocks."""
     tags = [bytes(8)] if tenants is None else [tag_of("acme", named=True), tag_of("other", named=False)]
     tier = DryTier("file", SlotsRoom(_SLOTS * SLOT, PAYLOAD, tenants), block_bytes=PAYLOAD)
     seen: set[BlockKey] = set()
@@ -84,7 +88,7 @@ async def test_simulated_disk_tier_evicts_the_blocks_that_the_real_one_evicts(
         for number, prompt in enumerate(_trace(random.Random(1), tags)):
             seen.update(prompt)
             assert _ask_model(tier, number, prompt) == await _ask_backend(rig, prompt), f"request {number}"
-            if number % 8:
+            if number % _COMPARED_EVERY:
                 continue
             held = [block.key async for block in rig.backend.scan()]
             assert {key for key in seen if tier.lookup(key) is LookupResult.HIT} == set(held), f"request {number}"

@@ -42,6 +42,7 @@ def test_blocks_on_an_engines_disk_are_served(drive: Drivers, tmp_path: Path, di
         first.store(keys[start : start + 8])
     evicted = [key for key in keys if key not in first.manager.manager.primary]
     assert len(evicted) >= 8
-    second = drive({"type": "peer", "peers": [address], **PATIENT})
-    # The reader of the disk follows its I/O process some milliseconds later. The driver compares every byte.
+    # The reader of the disk follows its I/O process a little later; until then the second engine finds nothing.
+    second = drive({"type": "peer", "peers": [address], "negative_ttl": "10ms", **PATIENT})
+    # The driver compares every byte.
     eventually(lambda: second.load(evicted) == evicted, what="every evicted block is served")
