@@ -125,10 +125,9 @@ def opened(name: str, directory: Path, region: Region, size: int, divisor: int, 
     if name == "vllm-fs":
         system = VllmFsSystem(directory, region.view(), size)
     else:
-        backend, _, io = name.removeprefix("kvstore-").partition("-")
         config: dict[str, Any] = {
-            "backend": backend, "path": str(directory), "capacity": capacity_for(size, divisor, engines),
-            "reserve": 0, "io": "thread" if io == "thread" else "process", "load_timeout": 60, "store_timeout": 60,
+            "backend": "file", "path": str(directory), "capacity": capacity_for(size, divisor, engines),
+            "reserve": 0, "io": host_of(name), "load_timeout": 60, "store_timeout": 60,
             "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
         }  # fmt: skip
         system = TierSystem(config, region.view(), size, Namespace({"bench": "disk", "size": size}), name=name)

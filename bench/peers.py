@@ -4,7 +4,7 @@
   `kvstore.lmcache` with a disk, Redis and S3 tier. It compares every byte of its last round.
 - sglang: SGLang's controller and host pool over its file backend and over `kvstore.sglang` (bench/hicache.py).
 - mooncake: Mooncake Store's client over its SSD offload (bench/mooncake_ssd.py), beside a disk tier as an engine has it
-  (bench/disk.py, one job of 64 blocks at a time).
+  (bench/disk.py, one job of 64 blocks at a time). Its client writes once a second, in which its stores end.
 
 Loads bypass the page cache, or the files have left it, except in rows marked "buffered". Systems of a group take turns,
 each with an empty directory and a server of its own in every run. ``kvstore_over`` is kvstore's rate over that of the
@@ -208,7 +208,7 @@ def program(module: str, *words: str, paths: tuple[str, ...] = ()) -> Measure:
 
 def disk_tier(work: Path, size: Size) -> Result:
     """Measure kvstore's disk tier as an engine has it, by bench/disk.py."""
-    options = ["--systems", "kvstore-file", "--engines", "1", "--no-spin", "--runs", "1", "--sizes", str(size.kib)]
+    options = f"--systems kvstore-file-empty --engines 1 --no-spin --runs 1 --sizes {size.kib}".split()
     report = work / "disk.json"
     command = ["bench/disk.py", *options, "--directory", str(work), *(["--quick"] if size.rounds < 4 else [])]
     run([sys.executable, *command, "--json", str(report)])
