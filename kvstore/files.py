@@ -27,6 +27,9 @@ _LOOK_S: Final = 0.25
 _FIRST_LOOK_S: Final = 10.0
 """The same before the first value; an opening tier waits for it."""
 
+_COMPLETE_S: Final = 10.0
+"""Age from which a value is complete. A younger one may have been read half-written, and is no value before a change."""
+
 _WARN_AGAIN_S: Final = 60.0
 """Interval of log lines about refused credentials; each attempt to connect may be refused."""
 
@@ -86,7 +89,7 @@ class FollowedFiles(Generic[_T]):
         show: Callable[[str], str] = shown_path,
     ) -> None:
         self.refusals = 0  # Number of refusals of a value that the files still had.
-        self.previous: _T | None = None  # The value before the last change; None if there was none.
+        self.previous: _T | None = None  # The last complete value before the last change; None if there was none.
         self.changed_at = float("-inf")  # Time of the last change, by the monotonic clock.
         self.paths = tuple(map(str, paths))
         self._make = make
@@ -149,8 +152,11 @@ class FollowedFiles(Generic[_T]):
             contents = [self._content(path) for path in self.paths]
             digest = b"".join([hashlib.sha256(content).digest() for content in contents])
             if digest != self._digest or self._value is None:
-                value = self._make(contents)
-                self.previous, self.changed_at = self._value, time.monotonic()
+                value, now = self._make(contents), time.monotonic()
+                if self._value is not None:
+                    if now - self.changed_at >= _COMPLETE_S:
+                        self.previous = self._value
+                    self.changed_at = now
                 self._value, self._digest = value, digest
             self._signature, self._error = signature, None
         except ConfigError as error:

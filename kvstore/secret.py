@@ -32,7 +32,7 @@ class SecretStr:
     """A secret: never shown by ``repr``, ``str``, formatting, encoding or an error; only :meth:`reveal` returns it.
 
     Given literally, or better as ``{"env": "NAME"}`` or ``{"file": "/path"}``, which are read when the configuration is
-    decoded (without trailing line ends of a file). A file is read again by :meth:`renew` and :meth:`refused`.
+    decoded (a file without a byte order mark and trailing line ends). A file is read again by :meth:`renew` and :meth:`refused`.
 
     ``may_be_absent``: whether a missing or empty file is an error only for :meth:`reveal`.
 
@@ -186,7 +186,7 @@ def _fixed(secret: str) -> FollowedFiles[str]:
 
 def _decoded(content: bytes, what: str) -> str:
     try:
-        secret = content.decode().rstrip("\r\n")
+        secret = content.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError:
         # Not chained: that exception contains the file's content.
         raise ConfigError(f"{what} is not UTF-8 text. Write the secret as text.") from None

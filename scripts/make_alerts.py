@@ -131,8 +131,8 @@ ALERTS = (
     ),
     Alert(
         "CredentialsRefused",
-        f"sum {_BY} (increase({series('backend_events', event=_REFUSED)}[15m])) > 0",
-        5,
+        f"sum {_BY} (increase({series('backend_events', event=_REFUSED)}[5m])) > 0",
+        10,  # More than the window and the two minutes in which a rotation reaches all pods: those are no fault.
         "critical",
         "The server of the tier {{ $labels.tier }} refuses its credentials, and their files have not changed.",
         (("vllm:kvstore_backend_events_total{tier='disk',event='credentials_refused'}", 1),),

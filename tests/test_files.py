@@ -43,6 +43,23 @@ async def test_a_bad_file_keeps_the_value(tmp_path: Path) -> None:
     assert followed.previous == 1
 
 
+async def test_a_half_written_file_does_not_replace_the_value_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that lasted for a moment is no value before a change; one that lasted for longer is."""
+    path = tmp_path / "number"
+    followed = number_in(path)
+    path.write_text("1")
+    assert (await followed.current(), followed.previous) == (1, None)
+    monkeypatch.setattr(files, "_COMPLETE_S", 3600.0)
+    for content in ("2", "23", "234"):
+        path.write_text(content)
+        assert (await followed.current(), followed.previous) == (int(content), 1)
+    monkeypatch.setattr(files, "_COMPLETE_S", 0.0)
+    path.write_text("5")
+    assert (await followed.current(), followed.previous) == (5, 234)
+
+
 async def test_a_refusal_reads_a_file_that_looks_unchanged(tmp_path: Path) -> None:
     """A file with the same length, time and inode is read again only after a refusal, which is counted if in vain."""
     path = tmp_path / "number"

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvstore.config import TierConfig, decode_config, encode_config
-from kvstore.errors import ConfigError
+from kvstore.errors import AbsentError, ConfigError
 from kvstore.secret import SecretStr, shown
 
 SECRET = "hunter2-correct-horse"
@@ -45,6 +45,18 @@ def test_three_sources(monkeypatch: pytest.MonkeyPatch, secret_file: Path) -> No
         assert SecretStr(source).reveal() == SECRET
         assert decode_config(RemoteConfig, {"password": source}, where="x").password == SecretStr(SECRET)
         assert RemoteConfig(password=source).password == SecretStr(SECRET)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n", "\n\n"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_marks_and_line_ends_of_a_file_are_no_part_of_it(tmp_path: Path, start: str, ending: str) -> None:
+    """Editors add a byte order mark and line ends; spaces may belong to a secret, and a mark alone is none."""
+    path = tmp_path / "secret"
+    path.write_text(f"{start} {SECRET} {ending}", newline="")
+    assert SecretStr({"file": str(path)}).reveal() == f" {SECRET} "
+    path.write_text(start + ending, newline="")
+    with pytest.raises(AbsentError, match="is empty"):
+        SecretStr({"file": str(path)})
 
 
 def test_it_is_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:

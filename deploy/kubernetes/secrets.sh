@@ -17,12 +17,12 @@ digest() {
 }
 
 # Prints the line of a user with a new password. The one before stays valid until the next run, because Kubernetes
-# updates the files of each pod at its own time.
+# updates the files of each pod at its own time. After runs that failed, the last one applied for certain does, too.
+touch applied.acl valkey/users.acl
 user() {
-    before=
-    test ! -s "$2" || before=" #$(digest < "$2")"
+    before=$(sed -n "s/^user $1 on \(#[0-9a-f]*\) .*/\1/p" applied.acl valkey/users.acl | sort -u | tr '\n' ' ')
     openssl rand -hex 32 > "$2"
-    echo "user $1 on #$(digest < "$2")$before $3"
+    echo "user $1 on #$(digest < "$2") $before$3"
 }
 
 users=$(
@@ -54,3 +54,4 @@ for name in valkey vllm-kvstore; do
     kubectl create secret generic "$name" --from-file="$name" --dry-run=client --output=yaml "$@" |
         kubectl apply --filename=- "$@"
 done
+cp valkey/users.acl applied.acl

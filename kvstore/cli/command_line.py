@@ -45,8 +45,8 @@ class ExitCode(enum.IntEnum):
     """Ctrl-C; the results so far were reported."""
 
 
-_TEXT_BYTES_MAX: Final = 1 << 20
-"""Longest file with JSON; a longer one is the wrong file."""
+_TEXT_BYTES_MAX: Final = 64 << 20
+"""Longest file; a longer one is the wrong file. The token ids of the longest contexts take a few megabytes."""
 
 _PATH_MAX: Final = 4096
 
@@ -249,11 +249,11 @@ def text_of(text: str, subject: str) -> str:
     with opened_input(text[1:], subject) as file:
         data = file.read(_TEXT_BYTES_MAX + 1)
     if len(data) > _TEXT_BYTES_MAX:
-        raise ConfigError(f"The {subject} {text[1:]!r} has more than {_TEXT_BYTES_MAX} bytes. Name a file with JSON.")
+        raise ConfigError(f"The {subject} {text[1:]!r} has more than {_TEXT_BYTES_MAX} bytes. Name another file.")
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name a file with JSON.") from None
+        raise ConfigError(f"The {subject} {text[1:]!r} is not UTF-8 text. Name another file.") from None
 
 
 def check_output(path: Path | None, option: str) -> None:

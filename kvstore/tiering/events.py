@@ -12,6 +12,9 @@ from kvstore.types import BlockKey, Locality, Medium, RemovalCause
 PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
 
+ALL_TIERS_NAME = "all"
+"""Name in counts and accounts of causes that concern all tiers."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:

@@ -13,7 +13,7 @@ from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.copies import Copies, CopyReports
 from kvstore.tiering.core import Core
-from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
+from kvstore.tiering.events import BlockEvent, EventLog
 from kvstore.tiering.gate import Gate, GateCounts
 from kvstore.tiering.hedges import HedgeCounts, Hedges
 from kvstore.tiering.jobs import JobTable
@@ -96,11 +96,6 @@ class TieringManager:
                     "one, which has a default for every method that not all tiers need."
                 )
         names = [tier.name for tier in tiers]
-        if len({*names, PRIMARY_NAME}) <= len(names):
-            raise ConfigError(
-                f"The tiers are named {names}. Expected different names, none of them {PRIMARY_NAME!r}: give each its "
-                f"own label."
-            )
         self.primary = primary
         self._clock = clock
         self._links = tuple(TierLink(tier, index) for index, tier in enumerate(tiers))

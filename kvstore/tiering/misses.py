@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstore.bounded import BoundedDict
-from kvstore.tiering.events import PRIMARY_NAME
+from kvstore.tiering.events import ALL_TIERS_NAME, PRIMARY_NAME
 from kvstore.tiering.link import Reasons, TierLink
 from kvstore.tiering.requests import ALL_TIERS, RequestState
 from kvstore.types import BlockKey, MissCause
 
 logger = logging.getLogger("kvstore.tiering")
-
-ALL_TIERS_NAME: Final = "all"
-"""Name in counts and accounts of causes that concern all tiers."""
 
 _COMPUTED_MAX: Final = 1 << 16
 """Requests whose first computed block is remembered (some 10 MB)."""

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from kvstore.config import did_you_mean, nearest_name
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
+from kvstore.tiering.events import ALL_TIERS_NAME, PRIMARY_NAME
 
 logger = logging.getLogger("kvstore.tiering")
 
@@ -119,6 +120,9 @@ class PolicyParser:
     Args:
         defaults: The configured defaults, in the same form as a request's parameters.
         allowed: Parameters that requests may set, of :data:`PARAMETERS`; others are ignored.
+
+    Raises:
+        ConfigError: A default is wrong, or the names of the tiers are ambiguous in policies or metrics.
     """
 
     def __init__(
@@ -127,6 +131,11 @@ class PolicyParser:
         defaults: Mapping[str, Any] | None = None,
         allowed: Sequence[str] = OWN_PARAMETERS,
     ) -> None:
+        if len({*tier_names, PRIMARY_NAME, ALL_TIERS_NAME}) < len(tier_names) + 2:
+            raise ConfigError(
+                f"The tiers are named {', '.join(map(repr, tier_names))}. Expected different names, none of them "
+                f"{PRIMARY_NAME!r} or {ALL_TIERS_NAME!r}: give each its own label."
+            )
         self._tier_names = tuple(tier_names)
         self._warned: set[str] = set()
         self._allowed = frozenset(allowed)

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvstore.codec.record import RecordFault
 from kvstore.tiering import TieringStats
-from kvstore.tiering.misses import ALL_TIERS_NAME
+from kvstore.tiering.events import ALL_TIERS_NAME
 from kvstore.tiering.tally import Tally, TierTally
 from kvstore.tiers import JobSample, TierStats
 from kvstore.types import MissCause, Outcome, RemovalCause

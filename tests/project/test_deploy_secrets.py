@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,19 @@ MOUNTS = {"/run/secrets/kvstore": "vllm-kvstore", "/run/secrets/valkey": "valkey
 NAMESPACE = Namespace({"model": "llama"})
 
 
-def make_secrets(folder: Path) -> None:
-    """Run the script, with a ``kubectl`` that only notes its arguments."""
+def make_secrets(folder: Path, *, fails_at: str = "-") -> None:
+    """Run the script, with a ``kubectl`` that only notes its arguments, and fails for one secret."""
     programs = folder.parent / "bin"
     programs.mkdir(exist_ok=True)
-    (programs / "kubectl").write_text(f'#!/bin/sh\necho "$*" >> {folder.parent / "calls"}\n')
+    (programs / "kubectl").write_text(
+        f'#!/bin/sh\necho "$*" >> {folder.parent / "calls"}\n'
+        f'case "$*" in create\\ secret\\ generic\\ {fails_at}\\ *) ;; create*) echo made ;; *) grep -q . ;; esac\n'
+    )
     (programs / "kubectl").chmod(0o755)
     command = ["sh", str(ROOT / "deploy/kubernetes/secrets.sh"), str(folder), "--namespace=llm"]
     path = f"{programs}:{os.environ['PATH']}"
     done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode == 0) == (fails_at == "-"), done.stderr
 
 
 def placed(text: str, folder: Path) -> str:
@@ -225,6 +229,24 @@ def test_a_rotation_needs_no_restart(tmp_path: Path) -> None:
     applied = (tmp_path / "calls").read_text().splitlines()
     assert len([line for line in applied if line.startswith("create secret generic")]) == 6
     assert all(line.endswith("--namespace=llm") for line in applied)
+
+
+@pytest.mark.parametrize("fails_at", ["valkey", "vllm-kvstore"])
+def test_runs_that_fail_lock_no_engine_out(fails_at: str, tmp_path: Path) -> None:
+    """After runs that applied nothing, or only Valkey's secret, each password that a pod may have is valid."""
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    passwords = [(folder / "vllm-kvstore/valkey-password").read_text()]
+    for failure in (fails_at, fails_at, "-"):
+        make_secrets(folder, fails_at=failure)
+        passwords.append((folder / "vllm-kvstore/valkey-password").read_text())
+    users = (folder / "valkey/users.acl").read_text()
+    valid = [sha256(word.strip().encode()).hexdigest() in users for word in passwords]
+    # The second one is of a failed run that another one followed.
+    assert valid == [True, False, True, True]
+    make_secrets(folder)
+    users = (folder / "valkey/users.acl").read_text()
+    assert [sha256(word.strip().encode()).hexdigest() in users for word in passwords] == [False, False, False, True]
 
 
 def _tls(server: Server, folder: Path) -> dict[str, Any]:

@@ -480,8 +480,8 @@ def test_close_writes_back_and_ends() -> None:
 
 
 def test_tiers_need_names_of_their_own() -> None:
-    """Duplicate tier names and a tier named like the primary tier are refused."""
-    for names in (["disk", "disk"], ["cpu"]):
+    """Duplicate tier names, and those that stand for the primary tier or for all tiers in metrics, are refused."""
+    for names in (["disk", "disk"], ["cpu"], ["disk", "all"]):
         with pytest.raises(ConfigError, match="different names"):
             Engine(tiers=names)
 

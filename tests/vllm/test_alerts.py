@@ -119,6 +119,37 @@ def test_stores_for_other_prompts_or_with_loads_are_read(metric: str, tmp_path: 
 
 
 @needs_promtool
+@pytest.mark.parametrize("minutes", [1, 3, 60])
+def test_refusals_during_a_rotation_are_no_alert(minutes: int, tmp_path: Path) -> None:
+    """A server that refuses credentials for the minutes of a rotation causes no alert; one that goes on doing so does."""
+    (alert,) = (each for each in SCRIPT.ALERTS if each.name == "CredentialsRefused")
+    series = [(text.replace("'", '"'), f"0x9 0+1x{minutes} {minutes}x60") for text, _ in alert.faulty]
+    counts = [{"labels": "{}", "value": 1}] if minutes == 60 else []
+    case = {
+        "rule_files": [str(SCRIPT.ALERTS_FILE)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": text, "values": values}
+                    for text, values in [*series, ('vllm:kvstore_ready{tier="disk"}', "1x129")]
+                ],
+                "promql_expr_test": [
+                    {
+                        "expr": 'count(max_over_time(ALERTS{alertstate="firing"}[1h]))',
+                        "eval_time": "69m",
+                        "exp_samples": counts,
+                    }
+                ],
+            }
+        ],
+    }
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    promtool("test", "rules", tmp_path / "case.yaml")
+
+
+@needs_promtool
 @pytest.mark.parametrize("name", ["LoadsFail", "StoresShed", "SlowLoads"])
 def test_a_share_of_little_traffic_is_no_alert(name: str, tmp_path: Path) -> None:
     """The same fault at a hundredth of the traffic, some blocks an hour, fires nothing."""

@@ -74,6 +74,7 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no type": ({}, {"type": None}, "secondary_tiers[0] has the type null"),
     "option of the engine": ({}, {"cpu_bytes_to_use": "8GiB"}, "belongs one level up"),
+    "name with another meaning": ({}, {"label": "all"}, "none of them 'cpu' or 'all'"),
     "misspelt spec": ({"spec_name": "KVStoreOfloadingSpec"}, {}, "Did you mean 'KVStoreOffloadingSpec'"),
     "unknown policy": ({"eviction_policy": "mru"}, {}, "'eviction_policy': Unknown eviction policy 'mru'"),
     "vLLM's spec on the CPU": ({"spec_name": "TieringOffloadingSpec"}, {}, "KVStoreOffloadingSpec"),

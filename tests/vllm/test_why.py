@@ -206,6 +206,15 @@ def test_a_prompt_is_text_with_a_tokenizer_on_this_machine(tmp_path: Path, fill:
     assert done.returncode == 2 and "--tokenizer" in done.stderr and "token ids" in done.stderr
 
 
+def test_a_prompt_is_as_long_as_a_context(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
+    """The token ids of a long prompt, which no argument has room for, are read from a file."""
+    tier = _tier(tmp_path / "kv")
+    fill(tier, ours, 6)
+    (tmp_path / "prompt.json").write_text(json.dumps([*_TOKENS, *range(100_000, 360_000)], indent=1))
+    (row,) = _why(tier, prompt=f"@{tmp_path}/prompt.json")["rows"]
+    assert (row["blocks"], row["of"], row["tokens"]) == (6, 260_100 // 16, 96)
+
+
 def test_unreadable_tiers_peers_and_unknown_fields(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
     """A tier that cannot be read is named, and the others are shown; peers have no medium; nothing stored is said."""
     tier, missing = _tier(tmp_path / "kv"), _tier(tmp_path / "no", label="lost")
