@@ -28,7 +28,7 @@ _FIRST_LOOK_S: Final = 10.0
 """The same before the first value; an opening tier waits for it."""
 
 _COMPLETE_S: Final = 10.0
-"""Age from which a value is complete. A younger one may have been read half-written, and is no value before a change."""
+"""Age from which a value is complete. A younger one may be half of a file, and does not become ``previous``."""
 
 _WARN_AGAIN_S: Final = 60.0
 """Interval of log lines about refused credentials; each attempt to connect may be refused."""

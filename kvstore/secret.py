@@ -32,7 +32,8 @@ class SecretStr:
     """A secret: never shown by ``repr``, ``str``, formatting, encoding or an error; only :meth:`reveal` returns it.
 
     Given literally, or better as ``{"env": "NAME"}`` or ``{"file": "/path"}``, which are read when the configuration is
-    decoded (a file without a byte order mark and trailing line ends). A file is read again by :meth:`renew` and :meth:`refused`.
+    decoded (of a file, without a byte order mark and trailing line ends). A file is read again by :meth:`renew` and
+    :meth:`refused`.
 
     ``may_be_absent``: whether a missing or empty file is an error only for :meth:`reveal`.
 

@@ -121,7 +121,7 @@ def test_stores_for_other_prompts_or_with_loads_are_read(metric: str, tmp_path: 
 @needs_promtool
 @pytest.mark.parametrize("minutes", [1, 3, 60])
 def test_refusals_during_a_rotation_are_no_alert(minutes: int, tmp_path: Path) -> None:
-    """A server that refuses credentials for the minutes of a rotation causes no alert; one that goes on doing so does."""
+    """Credentials refused for the minutes of a rotation cause no alert; those refused for an hour do."""
     (alert,) = (each for each in SCRIPT.ALERTS if each.name == "CredentialsRefused")
     series = [(text.replace("'", '"'), f"0x9 0+1x{minutes} {minutes}x60") for text, _ in alert.faulty]
     counts = [{"labels": "{}", "value": 1}] if minutes == 60 else []
