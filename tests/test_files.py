@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import threading
 from pathlib import Path
@@ -74,6 +75,23 @@ async def test_a_refusal_reads_a_file_that_looks_unchanged(tmp_path: Path) -> No
     assert (followed.value, followed.refusals) == (2, 0)
     assert not await followed.refused(2, "The server refuses 2")
     assert followed.refusals == 1
+
+
+async def test_a_change_during_a_reading_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changes right after its content was read is read again at the next look."""
+    path = tmp_path / "number"
+    path.write_text("1")
+    followed = number_in(path)
+
+    def open_before_change(name: str) -> io.BytesIO:
+        monkeypatch.undo()
+        content = path.read_bytes()
+        path.write_text("23")
+        return io.BytesIO(content)
+
+    monkeypatch.setattr(files, "open_regular", open_before_change)
+    assert await followed.current() == 1
+    assert await followed.current() == 23
 
 
 async def test_a_hung_filesystem_delays_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

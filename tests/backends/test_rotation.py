@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,83 @@ def test_a_tier_works_again_after_a_rotation(
             rig.until(works, "a tier that works")
     assert "Write the current one; it is read again without a restart." in caplog.text
     assert not [secret for secret in rotation.secrets if secret in caplog.text]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[pytest.param(case, id=name) for name, case in QUICK_CASES.items() if name.startswith("redis")],
+        *[pytest.param(case, id=name, marks=pytest.mark.matrix) for name, case in SLOW_CASES.items()],
+    ],
+)
+def test_refusals_count_before_a_tier_is_open(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each attempt of an optional tier to open adds to the count, which never decreases; the log has one line."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setattr("kvstore.files._WARN_AGAIN_S", 3600.0)
+    home, files = made(tmp_path / "home"), made(tmp_path / "files")
+    with case(home, files, by_link) as rotation:
+        new = rotation.on_server()
+        options = {**QUICK, **rotation.options, "required": False}
+        with TierRig(options, namespace=Namespace(peers.FIELDS), slot_bytes=4096, slots=4, timeout_s=60) as rig:
+            counts = [0]
+
+            def are_many() -> bool:
+                counts.append(rig.tier.stats().backend_counters.get("credentials_refused", 0))
+                return counts[-1] > 2
+
+            rig.until(are_many, "three refusals")
+            by_link(files, new)
+            rig.until(lambda: rig.tier.stats().ready, "a tier that is ready")
+            counts.append(rig.tier.stats().backend_counters["credentials_refused"])
+            assert counts == sorted(counts)
+            assert rig.store([b"key"]).success and rig.load([b"key"]).success
+    refusals = [record for record in caplog.records if "still has the refused content" in record.getMessage()]
+    # Keys and authority of one tier are different files.
+    assert len({record.getMessage() for record in refusals}) == len(refusals) > 0
+
+
+def test_a_refused_login_is_repeated_with_the_password_that_the_file_has_by_then(tmp_path: Path) -> None:
+    """A rewritten file with the time and length of the one before costs no failed connection, only a second login."""
+    home, files = made(tmp_path / "home"), made(tmp_path / "files")
+    with QUICK_CASES["redis-password"](home, files, by_rename) as rotation:
+        options = {**QUICK, **rotation.options}
+        with TierRig(options, namespace=Namespace(peers.FIELDS), slot_bytes=4096, slots=4, timeout_s=60) as rig:
+            assert rig.store([b"key"]).success
+            path, before = files / "password", (files / "password").stat()
+            rotation.on_server()
+            path.write_text(NEW)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            rig.until(lambda: rig.load([b"key"]).success, "a load")
+            counters = rig.tier.stats().backend_counters
+            assert counters["connections_failed"] == counters["credentials_refused"] == 0
+
+
+@pytest.mark.parametrize("case", ["redis-password", "redis-authority"])
+def test_a_directory_of_peers_is_used_again_after_a_rotation(case: str, tmp_path: Path) -> None:
+    """The credentials of a directory's server are followed as those of a tier, and their refusals count."""
+    home, files = made(tmp_path / "home"), made(tmp_path / "files")
+    with QUICK_CASES[case](home, files, by_link) as rotation:
+        server = {name: value for name, value in rotation.options.items() if name != "backend"}
+        # The user of the tier has no rights on a directory.
+        server |= {"username": "admin"} if "username" in server else {}
+        directory = {**server, "networks": ["127.0.0.0/8"], "interval": "50ms"}
+        options = {"backend": "peer", "directory": directory, "secret": OLD}
+        with TierRig(options, namespace=Namespace(peers.FIELDS), slot_bytes=4096, slots=4, timeout_s=60) as rig:
+
+            def successes() -> int:
+                counters = rig.tier.stats().backend_counters
+                return counters["directory_rounds"] - counters["directory_failures"]
+
+            rig.until(lambda: successes() > 1, "rounds of the directory")
+            new = rotation.on_server()
+            rig.until(lambda: rig.tier.stats().backend_counters["credentials_refused"] > 0, "the refusal")
+            before = successes()
+            by_link(files, new)
+            # A round counts before it ends.
+            rig.until(lambda: successes() > before + 1, "rounds after the rotation")
 
 
 @pytest.mark.parametrize("first", ["client", "server"])

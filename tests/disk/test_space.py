@@ -348,6 +348,7 @@ async def test_renamed_directory_counts_as_deleted(tmp_path: Path, directory: st
         await rig.put_new(4)
         (renamed / directory).rename(renamed / "kept again")
         await eventually_async(lambda: rig.backend.stats().is_lost)
+        assert not rig.backend.stats().ready
         with pytest.raises(BackendUnavailableError, match="renamed"):
             await rig.put_new(1)
 

@@ -358,6 +358,17 @@ def test_a_request_gets_an_account_of_its_blocks() -> None:
     assert engine.manager.account(other) == told
 
 
+def test_an_account_of_found_blocks_has_no_cause() -> None:
+    """A tier that lacked what another one delivered is no cause, because nothing is computed."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(keys_of(1, 2), tiers=["far"])
+    engine.evict_all()
+    ctx, _ = ask(engine, keys_of(1, 2), explain=True)
+    account = engine.manager.account(ctx)
+    assert account is not None and account["tiers"]["far"].pop("seconds") >= 0
+    assert account == {"computed": 0, "tiers": {"disk": {"blocks": 0}, "far": {"blocks": 2}}}
+
+
 def test_each_request_has_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     """The line has the account, also of a request that did not ask for it."""
     engine = Engine()

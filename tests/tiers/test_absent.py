@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from kvstore.errors import BackendError, ConfigError
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.memory import MemoryBackend
+from kvstore.errors import BackendError, BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
 from kvstore.tiers.opening import check_tier
@@ -106,6 +108,29 @@ def test_an_optional_tier_is_used_once_the_machine_has_it_all(absence: Absence, 
             else:
                 assert rig.store([b"key"]).success
                 assert rig.load([b"key"]).success
+
+
+class LateBackend(MemoryBackend):
+    """A medium that is absent for many attempts."""
+
+    absences: ClassVar[int] = 0
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        if LateBackend.absences:
+            LateBackend.absences -= 1
+            raise BackendUnavailableError("absent", backend=self.name)
+        await super().open(namespace, geometry)
+
+
+def test_pauses_between_attempts_do_not_grow_without_bound() -> None:
+    """After twenty absences, whose doubled pauses would last for hours, the medium is used soon."""
+    LateBackend.absences = 20
+    config = {"backend": f"{__name__}:LateBackend", "breaker_cooldown": "10ms", "breaker_cooldown_max": "20ms"}
+    with TierRig(
+        {**config, "required": False}, namespace=Namespace({"a": 1}), slot_bytes=4096, slots=4, timeout_s=60
+    ) as rig:
+        rig.until(lambda: rig.tier.stats().ready, "a tier that is ready")
+        assert rig.store([b"key"]).success
 
 
 @pytest.mark.parametrize("io", ["thread", "process"])

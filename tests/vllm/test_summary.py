@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -64,6 +67,17 @@ def test_stores_that_are_never_read_are_a_warning(
     lines = [text for text in caplog.messages if "nothing was loaded" in text]
     assert len(lines) == (repeats and not reads)
     assert all("although 11 prompts were computed again" in line and "all policy 12." in line for line in lines)
+
+
+def test_the_warning_is_repeated_only_after_a_load(caplog: pytest.LogCaptureFixture) -> None:
+    """Further hours without a load add no line; the first one after an hour with a load does."""
+    warning: Any = metrics.UnreadWarning()
+    start, lines = time.monotonic(), []
+    for hour, loaded in enumerate((0, 0, 1, 1, 1), start=1):
+        tier = SimpleNamespace(loaded=loaded, stored=10 * hour)
+        warning.note(start + 3601 * hour, SimpleNamespace(tiers=[tier], repeated=20 * hour, missed={}), 10**9)
+        lines.append(caplog.text.count("nothing was loaded"))
+    assert lines == [1, 1, 1, 2, 2]
 
 
 def test_vllms_line_of_metrics_has_no_zeros() -> None:

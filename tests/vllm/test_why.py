@@ -124,6 +124,20 @@ def test_a_tiers_own_fields_are_no_difference(tmp_path: Path, fill: Fill, ours: 
     assert [row["changes"] for row in rows if not row["is_own"]] == [{"epoch": [None, "first"]}]
 
 
+def test_the_engines_namespace_is_the_one_used_last_on_any_tier(
+    tmp_path: Path, fill: Fill, ours: Namespace, float8: Namespace
+) -> None:
+    """A namespace that one tier has not seen for long is the engine's if another tier has it as the last one."""
+    first, second = _tier(tmp_path / "a"), _tier(tmp_path / "b", label="second")
+    for tier, namespace in ((first, ours), (first, float8), (second, ours)):
+        fill(tier, namespace, 1)
+    rows = _why(json.dumps([json.loads(first), json.loads(second)]))["rows"]
+    assert {(row["tier"], row["namespace"]) for row in rows if row["is_own"]} == {
+        ("file", ours.hex),
+        ("second", ours.hex),
+    }
+
+
 def test_namespaces_of_other_engines_are_left_out(tmp_path: Path, fill: Fill, ours: Namespace) -> None:
     """Blocks of SGLang, say, have other keys, and their namespace is not taken for the engine's."""
     tier = _tier(tmp_path / "kv")

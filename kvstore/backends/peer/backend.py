@@ -125,7 +125,8 @@ class PeerBackend(PeerMedium):
             BackendUnavailableError: The listening address is not available.
         """
         config = self.config
-        self._tls = _loading_tls(config)
+        # That of the epoch before has counted its refusals.
+        self._tls = self._tls or _loading_tls(config)
         if self._tls is not None:
             await self._tls.current()
         if config.listen:

@@ -61,7 +61,8 @@ class Topology:
         config = self.config
         self._closed = False
         self.has_many_nodes = config.mode == "cluster"
-        self._tls = checked_tls(config)
+        # That of an earlier attempt has counted its refusals.
+        self._tls = self._tls or checked_tls(config)
         if self._tls is not None:
             await self._tls.current()
         self._configured, self._database = control.endpoint_of(config)

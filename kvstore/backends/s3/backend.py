@@ -47,7 +47,7 @@ class S3Backend(SimpleBackend):
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)
         self.config: S3Config = config
-        # Kept after close() for its statistics.
+        # Kept after close() and a failed open() for its statistics, and opened again.
         self._client: ObjectClient | None = None
         self._names = ObjectNames(config.prefix, Namespace({}))
         self._description = b""  # Of the namespace, until it is stored.
@@ -67,14 +67,13 @@ class S3Backend(SimpleBackend):
             S3Error: The service refuses, or does not answer.
         """
         self._names, self._description = ObjectNames(self.config.prefix, namespace), namespace.description()
-        client = make_client(self.config)
+        client = self._client = self._client or make_client(self.config)
         try:
             await client.open()
             await client.probe(self._names.probe, timeout_s=self.config.timeout + self.config.connect_timeout)
         except BaseException:
             await client.close()
             raise
-        self._client = client
         if geometry.record_bytes_max < self.config.pack_below:
             self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)

@@ -91,7 +91,7 @@ class BotoClient(ObjectClient):
         if not config.anonymous:
             # botocore searches only when it signs the first request; the search here makes missing credentials fail
             # the start.
-            self._credentials = await find_credentials(config, session)
+            self._credentials = await find_credentials(config, session, self._credentials)
             session._session._credentials = _LiveCredentials(self._credentials)
         if self._config.tls_ca is not None:
             await self._tls.current()
@@ -123,9 +123,8 @@ class BotoClient(ObjectClient):
         if self._calls:
             await asyncio.wait(self._calls)
         await self._stack.aclose()
-        credentials, self._credentials = self._credentials, None
-        if credentials is not None:
-            await credentials.close()
+        if self._credentials is not None:
+            await self._credentials.close()
         # Closed transports release their sockets in later iterations of the loop; run some, as the loop may end here.
         for _ in range(3):
             await asyncio.sleep(0)

@@ -153,11 +153,17 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
 
 
 async def find_credentials(
-    config: S3Config, session: aioboto3.Session, pause_s: float = _RENEWAL_PAUSE_S
+    config: S3Config,
+    session: aioboto3.Session,
+    before: CurrentCredentials | None = None,
+    pause_s: float = _RENEWAL_PAUSE_S,
 ) -> CurrentCredentials:
     """Return the credentials of a session, ready for use; S3Error if there are none.
 
     They are found again after a change of a file with keys: of the configuration, or of AWS's own tools.
+
+    Args:
+        before: The credentials of an earlier session, which has ended; they have counted their refusals.
     """
     sessions = [session]
 
@@ -168,9 +174,9 @@ async def find_credentials(
         found = sessions.pop() if sessions else (await asyncio.to_thread(make_session, config))[0]
         return await found.get_credentials()
 
-    found = CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session), pause_s)
+    found = before or CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session), pause_s)
     # Assumes roles now, with its own time limit instead of a request's.
-    await found.get()
+    await asyncio.shield(found._begin())
     return found
 
 

@@ -50,7 +50,7 @@ class DirectClient(ObjectClient):
         session, region = await asyncio.to_thread(make_session, config)
         self._signer = Signer(region)
         if not config.anonymous:
-            self._credentials = await find_credentials(config, session)
+            self._credentials = await find_credentials(config, session, self._credentials)
         base = urlsplit(config.url(region))
         host = base.hostname or ""
         secure = base.scheme == "https"
@@ -68,9 +68,8 @@ class DirectClient(ObjectClient):
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
-        credentials, self._credentials = self._credentials, None
-        if credentials is not None:
-            await credentials.close()
+        if self._credentials is not None:
+            await self._credentials.close()
 
     async def _put(
         self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
