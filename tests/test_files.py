@@ -16,10 +16,11 @@ from kvstore.files import FollowedFiles
 from kvstore.testing.waiting import eventually_async
 
 
-def number_in(path: Path) -> FollowedFiles[int]:
-    """A number in a file."""
+def number_in(path: Path, goes_on: threading.Event | None = None) -> FollowedFiles[int]:
+    """A number in a file; a reading of more than one digit waits for the event."""
 
     def make(contents: list[bytes]) -> int:
+        assert goes_on is None or len(contents[0]) == 1 or goes_on.wait(60)
         if not contents[0].isdigit():
             raise ConfigError("not a number")
         return int(contents[0])
@@ -98,10 +99,9 @@ async def test_a_hung_filesystem_delays_little(tmp_path: Path, monkeypatch: pyte
     """While a file can't be read, the last value is used, and many attempts keep one thread."""
     path = tmp_path / "number"
     path.write_text("1")
-    followed = number_in(path)
+    goes_on = threading.Event()
+    followed = number_in(path, goes_on)
     assert await followed.current() == 1
-    goes_on, opened = threading.Event(), files.open_regular
-    monkeypatch.setattr(files, "open_regular", lambda path: goes_on.wait(60) and opened(path))
     monkeypatch.setattr(files, "_LOOK_S", 0.01)
     path.write_text("22")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
@@ -53,9 +53,9 @@ def run_bench() -> None:
     _run(bench_app, "kvstore-bench")
 
 
-def run_kvstore() -> None:
-    """Run ``kvstore`` with the arguments of this process."""
-    _run(kvstore_app, "kvstore")
+def run_kvstore(arguments: Sequence[str] | None = None) -> None:
+    """Run ``kvstore``, by default with the arguments of this process."""
+    _run(kvstore_app, "kvstore", arguments)
 
 
 class Warnings(logging.Handler):
@@ -103,11 +103,11 @@ def _bench_without_command(ctx: Context, version: VersionFlag = False) -> None:
         run.run()
 
 
-def _run(app: Typer, name: str) -> None:
+def _run(app: Typer, name: str, arguments: Sequence[str] | None = None) -> None:
     """Run an app; its expected exceptions become one line on stderr and an exit status."""
     with Warnings(name) as warnings:
         try:
-            app(prog_name=name)
+            app(arguments, prog_name=name)
         except KVStoreError as error:
             warnings.drop(str(error))
             say(f"{name}: {error}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-import sys
-from unittest import mock
+
+import pytest
 
 from kvstore.cli.app import run_kvstore
 
@@ -18,11 +18,12 @@ def run_here(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", ["kvstore", *arguments]),
-        mock.patch.dict("os.environ", {"COLUMNS": "80", "KVSTORE_YES": "1"} | env),
+        pytest.MonkeyPatch.context() as monkeypatch,
     ):
+        for name, value in ({"COLUMNS": "80", "KVSTORE_YES": "1"} | env).items():
+            monkeypatch.setenv(name, value)
         try:
-            run_kvstore()
+            run_kvstore(arguments)
         except SystemExit as ended:
             status = ended.code
     assert isinstance(status, int)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -448,30 +447,15 @@ def test_gc_keeps_namespaces_and_blocks_of_unknown_age(files: Fixture) -> None:
     assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == (files.keys, files.keys)
 
 
-def test_gc_takes_so_many_blocks_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks over the limit of one run are left to the next run and reported; the last run reports none."""
-    monkeypatch.setattr("kvstore.cli.holdings.commands.make_plan", functools.partial(make_plan, expired_max=10))
+def test_gc_takes_so_many_blocks_at_once(files: Fixture) -> None:
+    """Blocks over the limit of one plan are left to the next plan and reported; the last plan reports none."""
     files.date(1e9)
     files.date(1e9, _QWEN)
-    wanted = ("gc", "--unused-for", "0", "--expire", "100d")
-    report = report_of(_kvstore(*wanted, "--json", tier=files.text))
-    assert (report["removed"]["blocks"], report["more"]) == (10, True)
-    done = _kvstore(*wanted, tier=files.text)
-    assert "10 blocks" in done.stdout
-    assert "more remain" in done.stdout
-    report = report_of(_kvstore(*wanted, "--json", tier=files.text))
-    assert (report["removed"]["blocks"], report["more"]) == (2 * _BLOCKS - 20, False)
+    with Medium(parse_tier(files.text)) as holdings:
+        for removed, more in ((20, True), (2 * _BLOCKS - 20, False)):
+            plan = make_plan(holdings, unused_for_s=None, expire_s=100 * 86400.0, expired_max=20)
+            assert (run_plan(holdings, plan)["blocks"], plan.more) == (removed, more)
     assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == ([], [])
-
-
-def test_gc_removes_a_bounded_number_of_stale_objects_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run removes a bounded number of stale objects, and the next run removes the rest."""
-    monkeypatch.setattr("kvstore.cli.holdings.care.STALE_MAX", 2)
-    for number in range(97, 100):
-        (files.root / _LLAMA.hex / f"{number:06d}.seg").write_bytes(b"x")
-    for swept, more in ((2, True), (1, False)):
-        report = report_of(_kvstore("gc", "--unused-for", "0", "--json", tier=files.text))
-        assert (report["removed"]["stale"], report["more"]) == (swept, more)
 
 
 @pytest.mark.parametrize("seal", [None, "mac", "aead"])

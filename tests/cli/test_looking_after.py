@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -153,23 +154,22 @@ def test_causes_go_to_stderr(tier: str) -> None:
     assert "damaged" not in done.stdout
 
 
-def test_pace_saves_no_unused_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_saves_no_unused_allowance() -> None:
     """Unused allowance is not saved up, and the deadline is checked during the sleep."""
     now, checks = [100.0], []
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("kvstore.cli.holdings.commands.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("kvstore.cli.holdings.commands.time.sleep", sleep)
-    pace = Pace(100, lambda: checks.append(now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    pace = Pace(100, lambda: checks.append(now[0]), clock)
     pace.spend(50)
     assert now[0] == pytest.approx(100.5)
     now[0] += 60
     pace.spend(100)
     assert now[0] == pytest.approx(161.5)
     assert len(checks) >= 10
-    free = Pace(0, lambda: None)
+    free = Pace(0, lambda: None, clock)
     free.spend(1 << 40)
     assert now[0] == pytest.approx(161.5)
 
@@ -212,7 +212,7 @@ class ListedBackend(SimpleBackend):
 
 
 class HostileBackend(ListedBackend):
-    """A backend that lists namespaces and whatever blocks a test has set."""
+    """A backend that lists whatever a test has set."""
 
     listed: ClassVar[list[Any]] = []
     scanned: ClassVar[list[Any]] = []
@@ -229,10 +229,33 @@ class HostileBackend(ListedBackend):
             yield block
 
 
-def make_hostile(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
-    """Give ``HostileBackend`` lists and methods until the end of the test."""
-    for name, member in members.items():
-        monkeypatch.setattr(HostileBackend, name, member)
+class WrongOutcomes(HostileBackend):
+    """A backend that answers a read with whatever a test has set."""
+
+    outcomes: ClassVar[Any] = None
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Any:
+        return self.outcomes
+
+
+class PatchyBackend(HostileBackend):
+    """A backend that can't read every second block, and lacks the others."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> list[Outcome]:
+        return [Outcome.IO_ERROR if read.key[0] % 2 else Outcome.MISS for read in reads]
+
+
+class UnclosableBackend(HostileBackend):
+    """A backend that fails to close."""
+
+    async def close(self) -> None:
+        raise ValueError("at the end")
+
+
+def hostile(kind: type[HostileBackend], scanned: list[Any], listed: Sequence[Any] = (NamespaceInfo("ab" * 32),)) -> str:
+    """Set the lists of hostile backends; return the JSON of a tier with one."""
+    HostileBackend.listed, HostileBackend.scanned = list(listed), scanned
+    return json.dumps({"backend": f"{__name__}:{kind.__name__}"})
 
 
 @pytest.mark.parametrize(
@@ -254,64 +277,44 @@ def make_hostile(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
         ([NamespaceInfo("ab" * 32)], [BlockInfo(b"k", 1, float("nan"))]),
     ],
 )
-def test_a_backend_that_lists_nonsense_is_named(
-    listed: list[Any], scanned: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_lists_nonsense_is_named(listed: list[Any], scanned: list[Any]) -> None:
     """No command ends in a traceback or removes any block: the error names the backend, and the status is 1."""
-    make_hostile(monkeypatch, listed=listed, scanned=[BlockInfo(b"good", 300), *scanned])
+    tier = hostile(HostileBackend, [BlockInfo(b"good", 300), *scanned], listed)
     for command in (["inspect", "--keys", "--json"], ["scrub"], ["gc", "--expire", "1s"]):
-        done = run_here(*command, "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
+        done = run_here(*command, "--tier", tier)
         assert done.returncode == 1, done.stderr
         assert "[listed]" in done.stderr and "Correct the backend" in done.stderr
 
 
 @pytest.mark.parametrize("outcomes", [None, [], ["ok"], [Outcome.OK] * 9])
-def test_a_backend_with_wrong_outcomes_is_named(outcomes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_with_wrong_outcomes_is_named(outcomes: Any) -> None:
     """A scrub reports the block as unreadable, removes no block, and ends without a traceback."""
-
-    async def get_into(self: object, reads: object) -> Any:
-        return outcomes
-
-    make_hostile(monkeypatch, listed=[NamespaceInfo("ab" * 32)], scanned=[BlockInfo(b"k", 300)], get_into=get_into)
-    done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
+    WrongOutcomes.outcomes = outcomes
+    done = run_here("scrub", "--json", "--tier", hostile(WrongOutcomes, [BlockInfo(b"k", 300)]))
     assert (done.returncode, report_of(done)["set_aside"]) == (1, 0)
     (row,) = report_of(done)["unread"]
     assert "get_into" in row["what"] and "Correct the backend" in row["what"]
 
 
-def test_blocks_that_can_not_be_read_here_and_there_end_no_scrub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_can_not_be_read_here_and_there_end_no_scrub() -> None:
     """Only 16 in a row mean that the medium has failed."""
-
-    async def get_into(self: object, reads: Sequence[RecordRead]) -> list[Outcome]:
-        return [Outcome.IO_ERROR if read.key[0] % 2 else Outcome.MISS for read in reads]
-
-    make_hostile(
-        monkeypatch,
-        listed=[NamespaceInfo("ab" * 32)],
-        scanned=[BlockInfo(bytes([number]), 300) for number in range(50)],
-        get_into=get_into,
-    )
-    done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
+    tier = hostile(PatchyBackend, [BlockInfo(bytes([number]), 300) for number in range(50)])
+    done = run_here("scrub", "--json", "--tier", tier)
     report = report_of(done)
     assert (done.returncode, len(report["unread"]), report["gone"], report["error"]) == (1, 25, 25, "")
 
 
-def test_a_backend_that_fails_to_close_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_fails_to_close_is_named() -> None:
     """The error names the method; the status is 1."""
-
-    async def close(self: object) -> None:
-        raise ValueError("at the end")
-
-    make_hostile(monkeypatch, listed=[NamespaceInfo("ab" * 32)], scanned=[], close=close)
-    done = run_here("inspect", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
+    done = run_here("inspect", "--tier", hostile(UnclosableBackend, []))
     assert (done.returncode, "close raised ValueError" in done.stderr) == (1, True)
 
 
 def test_a_claimed_length_takes_no_memory() -> None:
     """A block that claims exabytes is reported as unreadable, and the blocks beside it are verified."""
-    HostileBackend.listed, HostileBackend.scanned = [NamespaceInfo("ab" * 32)], [BlockInfo(b"k", 1 << 60)]
+    tier = hostile(HostileBackend, [BlockInfo(b"k", 1 << 60)])
     with memory_rise() as rise:
-        done = run_here("scrub", "--json", "--tier", json.dumps({"backend": f"{__name__}:HostileBackend"}))
+        done = run_here("scrub", "--json", "--tier", tier)
     assert (done.returncode, len(report_of(done)["unread"])) == (1, 1)
     assert rise.bytes <= 32 << 20
 

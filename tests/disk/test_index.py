@@ -188,12 +188,12 @@ def test_victim_is_found_behind_many_pinned_blocks() -> None:
     assert index.evict(len(places), 0) == pinned[:-1]
 
 
-def test_victim_is_found_behind_pinned_blocks_of_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_victim_is_found_behind_pinned_blocks_of_its_age() -> None:
     """If all that one look at the oldest age finds is in use, the rest of that age is evicted before later ones."""
-    monkeypatch.setattr(ages_module, "_CANDIDATES", 4)
-    index, places = filled(1024)
-    index.pin(places[:10])
-    assert index.evict(2, 0) == places[10:12]
+    pinned = ages_module._CANDIDATES + 10
+    index, places = filled(2 * pinned)
+    index.pin(places[:pinned])
+    assert index.evict(2, 0) == places[pinned : pinned + 2]
 
 
 def test_key_with_the_digest_of_another_is_absent() -> None:

@@ -8,9 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kvstore.backends.disk import root as root_module
 from kvstore.backends.disk.records import SlotRead
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
@@ -81,20 +78,20 @@ async def test_own_copy_is_preferred(tmp_path: Path) -> None:
             await rig.has_all(values)
 
 
-async def test_segment_found_while_the_engine_closes_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_segment_found_while_the_engine_closes_is_closed(tmp_path: Path) -> None:
     """Its files are opened on a thread; the cancelled follower leaves neither open."""
-    found, goes_on, disk = threading.Event(), threading.Event(), FaultyDisk()
-    open_segment = root_module.Root.open_segment
+    found, goes_on = threading.Event(), threading.Event()
 
-    def slow(self: root_module.Root, number: int) -> Any:
-        opened_now = open_segment(self, number)
-        if self.disk is disk:
-            found.set()
-            assert goes_on.wait(30)
-        return opened_now
+    class SlowDisk(FaultyDisk):
+        def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+            fd = super().open_file(name, flags, dir_fd)
+            if name.endswith(".seg"):
+                found.set()
+                assert goes_on.wait(30)
+            return fd
 
+    disk = SlowDisk()
     async with opened(tmp_path, 64, disk=disk) as rig, opened(tmp_path, 64) as other:
-        monkeypatch.setattr(root_module.Root, "open_segment", slow)
         await other.put_new(1)
         await asyncio.to_thread(found.wait, 30)
         tasks = rig.session._tasks

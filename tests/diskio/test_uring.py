@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,6 @@ def test_a_call_that_fails_leaves_nothing_in_the_ring(fd: int, ring: Ring, monke
     assert ring.submit(np.zeros(1, SQE)) == 1
     assert ring.completions() == [(0, 0)]
     assert bytes(slot) == bytes([1]) * PAGE
-
-
-def test_probe_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that forbids io_uring is distinguished from one that supports it."""
-    assert probe() == ""
-
-    def refuse(entries: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("kvstore.diskio.ring.setup", refuse)
-    assert "Function not implemented" in probe()
 
 
 async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
@@ -189,18 +178,36 @@ async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytes
     await engine.close()
 
 
+def _refuse_setup(*_: Any) -> int:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("call", "refuse", "reason"),
+    [
+        ("setup", _refuse_setup, "Function not implemented"),
+        ("submit", lambda *_: -errno.EPERM, "of 4 no-ops -1 were taken and [] came back"),
+    ],
+)
 async def test_refused_io_uring_is_reported_once(
-    fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fd: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    refuse: Callable[..., int],
+    reason: str,
 ) -> None:
-    """If io_uring is forbidden, threads are used and one line gives the reason."""
-    monkeypatch.setattr("kvstore.diskio.transfers.probe", lambda: "forbidden by a test")
+    """If the kernel refuses io_uring, or its operations, threads are used and one line gives the reason."""
+    assert probe() == ""
+    monkeypatch.setattr(f"kvstore.diskio.ring.{call}", refuse)
+    assert reason in probe()
     with caplog.at_level(logging.WARNING):
         engine = TransferEngine(OsDisk(), "auto", threads=2)
         writes = [transfer(fd, page, pages(1, 9)) for page in range(20)]
         await engine.write(writes)
     assert engine.name == "threads"
-    assert [record.message for record in caplog.records if "forbidden by a test" in record.message]
-    assert len(caplog.records) == 1
+    (record,) = caplog.records
+    assert reason in record.message
     assert all(w.done_bytes == PAGE for w in writes)
     await engine.close()
 

@@ -197,10 +197,10 @@ async def test_another_namespace_gets_nothing() -> None:
         assert await client.load(served.keys[0]) is None
 
 
-async def test_hand_over_is_hidden_from_other_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hand_over_is_hidden_from_other_namespaces() -> None:
     """For a client of another namespace, no hand-over is waiting, because its blocks would never come."""
     async with serving() as served, client_of(served) as ours, client_of(served) as other:
-        monkeypatch.setattr(served.lender, "is_waiting", lambda name: True)
+        served.primary.hand_overs.begin("request", b"name")
         await ours.greet()
         ours.ask(Op.HAND_OVERS, [b"name"])
         assert await ours.receive(1) == b"\2"

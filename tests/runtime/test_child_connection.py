@@ -47,6 +47,14 @@ def connection(spec: ProcessSpec) -> Iterator[ChildConnection]:
         connection.end()
 
 
+@pytest.fixture
+def clock(connection: ChildConnection, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the connection's watch, which a test advances."""
+    clock = [connection._answered_at]
+    monkeypatch.setattr("kvstore.runtime.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
 _SIDE = """
 import asyncio, threading, time
 from kvstore.runtime.messages import Drained
@@ -135,12 +143,8 @@ def test_close_during_the_start_ends_the_child(spec: ProcessSpec) -> None:
     assert connection.gone
 
 
-def test_a_quiet_child_is_asked_once_and_only_looks_count(
-    connection: ChildConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quiet_child_is_asked_once_and_only_looks_count(connection: ChildConnection, clock: list[float]) -> None:
     """After two quiet seconds a ping is due; after ten more observed seconds the child is stuck, unless it answers."""
-    clock = [connection._answered_at]
-    monkeypatch.setattr("kvstore.runtime.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def signs(steps: list[float]) -> list[str]:
         found = []
@@ -158,10 +162,8 @@ def test_a_quiet_child_is_asked_once_and_only_looks_count(
     assert signs([1.9, 0.2, *[1] * 9, 0.5, 1]) == ["well", "ask", *["well"] * 10, "stuck"]
 
 
-def test_a_child_that_reads_a_backlog_is_alive(connection: ChildConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_reads_a_backlog_is_alive(connection: ChildConnection, clock: list[float]) -> None:
     """Room in a full socket counts as an answer, because the ping is behind many messages, which take long."""
-    clock = [connection._answered_at]
-    monkeypatch.setattr("kvstore.runtime.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
     frame = pack([Touch((bytes(1000),) * 1000)])
     unsent = bytearray()
 

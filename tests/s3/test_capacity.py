@@ -12,7 +12,7 @@ import pytest
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.keeper import EvictionPlan, Lease, OldNotes, Victim
 from kvstore.backends.s3.names import KeeperNames, ObjectNames, read_name
-from kvstore.backends.s3.notes import Uses, all_uses, name_digest, read_uses
+from kvstore.backends.s3.notes import Uses, all_uses, name_digest, read_uses, remove
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import EACH_CLIENT, NAMESPACE, config_for, fresh_prefix, opened, opened_client
@@ -55,9 +55,9 @@ def test_a_note_outlives_the_skew_of_clocks(before_s: float, goes: bool) -> None
     assert notes.names() == ([note] if goes else [])
 
 
-def old_notes(now: float, *objects: tuple[float, str, float]) -> list[str]:
+def old_notes(now: float, *objects: tuple[float, str, float], **limits: int) -> list[str]:
     """Return the notes to delete, given objects (seconds before ``now`` in the name, last letter, time of writing)."""
-    names, notes = ObjectNames("kv/", NAMESPACE), OldNotes(written_before=now)
+    names, notes = ObjectNames("kv/", NAMESPACE), OldNotes(written_before=now, **limits)
     for before_s, letter, modified_at in objects:
         name = names.packs_since(now - before_s) + "0" * 16 + letter
         notes.see(ObjectInfo(name, 10, modified_at=modified_at), read_name(name.removeprefix("kv/")))
@@ -78,11 +78,10 @@ def test_the_first_pack_decides_which_notes_go() -> None:
     assert old_notes(now, pack, note, (10.0, "p", now - 10)) == []
 
 
-def test_old_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_notes_are_bounded() -> None:
     """A round remembers a limited number of notes; the next one continues."""
-    monkeypatch.setattr("kvstore.backends.s3.keeper._NOTES_MAX", 2)
     now = 1.7e9
-    assert len(old_notes(now, *[(9e4 - i, "r", now - 9e4) for i in range(5)])) == 2
+    assert len(old_notes(now, *[(9e4 - i, "r", now - 9e4) for i in range(5)], notes_max=2)) == 2
 
 
 def test_recently_used_objects_are_evicted_last() -> None:
@@ -300,21 +299,18 @@ async def test_housekeeper_survives_failures(faults: FaultServer, rng: random.Ra
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_an_error_of_the_program_ends_one_round(
-    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_of_the_program_ends_one_round(faults: FaultServer, caplog: pytest.LogCaptureFixture) -> None:
     """An unexpected error, such as one of a removal listener, is logged, and the rounds continue."""
-    backend = await opened(faults, capacity=1 << 30, keeper_interval=1)
-    keeper = housekeeper_of(backend)
-    hear, failed = keeper._take_in_removals, []
+    backend = await opened(faults, capacity=1 << 30, keeper_interval=1, prefix=fresh_prefix())
+    keeper, prefix = housekeeper_of(backend), backend.config.prefix
 
-    async def broken() -> None:
-        if not failed:
-            failed.append(1)
-            raise ZeroDivisionError("canary")
-        await hear()
+    def broken(keys: Iterable[bytes], cause: RemovalCause) -> None:
+        raise ZeroDivisionError("canary")
 
-    monkeypatch.setattr(keeper, "_take_in_removals", broken)
+    backend.set_removal_listener(broken)
+    await remove(
+        await opened_client(faults), prefix, [ObjectNames(prefix, NAMESPACE).block(b"key")], RemovalCause.EVICTED
+    )
     await eventually_async(lambda: keeper.counters["keeper_rounds"] >= 1)
     assert keeper.counters["keeper_failures"] == 1
     assert "canary" in caplog.text

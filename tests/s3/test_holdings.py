@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -401,6 +401,8 @@ def test_stale_objects_are_listed_in_bounded_numbers(
     tier.write({names.new_note(): made.gone_note([(gone, b"a")]) for _ in range(3)})
     faults.age(tier.prefix, 31 * _DAY_S)
     for swept, more in ((2, True), (2, True), (1, False)):
+        text = run_here("gc", "--unused-for", "0", "--dry-run", "--tier", tier.text).stdout
+        assert ("more remain than one run takes" in text) is more
         report = report_of(tier.run("gc", "--unused-for", "0"))
         assert (report["removed"]["stale"], report["more"]) == (swept, more)
     assert tier.names() == []
@@ -692,27 +694,38 @@ def test_a_bucket_that_is_not_there_is_a_clear_error(weed_server: S3Server, rng:
     assert report_of(tier.run("inspect"))["rows"] == []
 
 
-def test_concurrent_reads_are_bounded(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+class Sized(Holdings):
+    """Holdings of the blocks that a test has set; their records are their keys."""
+
+    blocks: ClassVar[list[BlockInfo]] = []
+    batches: ClassVar[list[list[int]]] = []  # Lengths of the blocks of each read.
+
+    async def scan(self, namespace: NamespaceInfo) -> Any:
+        for start in range(0, len(self.blocks), 70):
+            yield self.blocks[start : start + 70]
+
+    async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
+        self.batches.append([block.size_bytes for block in blocks])
+        return [memoryview(block.key) for block in blocks]
+
+
+class SizedBackend(MemoryBackend):
+    """A backend with such holdings."""
+
+    holdings_type = f"{__name__}:Sized"
+
+
+def test_concurrent_reads_are_bounded(rng: random.Random) -> None:
     """Reads at once are bounded in blocks and, except for one large block, in bytes; each is yielded once, in order."""
-    sizes = [rng.choice([1, 1000, 1 << 20, 30 << 20, 100 << 20]) for _ in range(300)]
-    read: list[list[int]] = []
-
-    class Sized(Holdings):
-        async def scan(self, namespace: NamespaceInfo) -> Any:
-            blocks = [BlockInfo(number.to_bytes(4), size) for number, size in enumerate(sizes)]
-            for start in range(0, len(blocks), 70):
-                yield blocks[start : start + 70]
-
-        async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
-            read.append([block.size_bytes for block in blocks])
-            return [memoryview(block.key) for block in blocks]
-
-    monkeypatch.setattr("kvstore.cli.holdings.medium.open_holdings", lambda *_: Sized(MemoryBackend, MemoryConfig()))
-    with Medium(parse_tier("memory")) as holdings:
+    Sized.blocks = [
+        BlockInfo(number.to_bytes(4), rng.choice([1, 1000, 1 << 20, 30 << 20, 100 << 20])) for number in range(300)
+    ]
+    Sized.batches = []
+    with Medium(parse_tier(json.dumps({"backend": f"{__name__}:SizedBackend"}))) as holdings:
         found = [record.block.key for record in holdings.records(NamespaceInfo("00" * 32))]
     assert found == [number.to_bytes(4) for number in range(300)]
-    assert all(len(batch) <= 32 and (len(batch) == 1 or sum(batch) <= 64 << 20) for batch in read)
-    assert max(map(len, read)) > 1
+    assert all(len(batch) <= 32 and (len(batch) == 1 or sum(batch) <= 64 << 20) for batch in Sized.batches)
+    assert max(map(len, Sized.batches)) > 1
 
 
 def test_a_walk_that_is_left_early_closes_well(weed_server: S3Server, rng: random.Random) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.tiering.gate import GateCounts
-from kvstore.types import LookupResult, MissCause, RequestContext, TransferJob
+from kvstore.types import LookupResult, MissCause, RequestContext
 from tests.sizes import sized
 from tests.tiering.engine import Engine, key_of
 from tests.tiering.fake_tier import FakeTier, payload
@@ -312,20 +312,20 @@ def test_an_improved_tier_is_used_again() -> None:
     assert engine.manager.stats().primary.abandoned == 0
 
 
-def test_a_measurement_that_the_tier_refuses_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_that_the_tier_refuses_is_not_the_last() -> None:
     """A slow tier that raised when it was to be measured is measured again, and used once it is fast."""
     engine = Gated((2.0, 0.2))
     engine.learn(4)
 
-    def refuse(job: TransferJob) -> None:
-        raise RuntimeError(f"no room for job {job.job_id}")
-
-    monkeypatch.setattr(engine.tier, "submit_load", refuse)
-    while not engine.counts.explored:
+    engine.tier.raising.add("submit_load")
+    engine.tier.on_submit = lambda tier, *_: tier.open.pop()
+    while not (refused := engine.counts.explored):
         assert engine.serve(engine.blocks(20))[1] == 0
-    monkeypatch.undo()
+    engine.tier.raising.clear()
+    engine.tier.on_submit = lambda *_: None
     engine.speeds[0].fixed_s = engine.speeds[0].block_s = 0.001
-    assert [engine.serve(engine.blocks(20))[1] for _ in range(70)][-1] == 20
+    served = [engine.serve(engine.blocks(20))[1] for _ in range(40)]
+    assert engine.counts.explored > refused and served[-1] == 20
 
 
 def test_a_tier_that_never_works_again_costs_two_requests() -> None:

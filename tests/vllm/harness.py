@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,11 @@ def make_spec(config: OffloadingConfig, spec_class: Any = KVStoreOffloadingSpec,
 class LateWorker(OffloadingWorker):
     """Copies patterns into the rows of stores on demand, possibly long after a reset."""
 
-    def __init__(self, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(
+        self, rows: np.ndarray[Any, np.dtype[np.uint8]], content_of: Callable[[bytes], Any] = pattern_of
+    ) -> None:
         self.rows = rows  # The region.
+        self.content_of = content_of  # The block of a key.
         self.seen: dict[int, list[bytes]] = {}  # Content of the rows of each load at the time of its copy.
         self._open: dict[int, tuple[list[int], list[bytes] | None]] = {}
         self._finished: list[TransferResult] = []
@@ -126,7 +129,7 @@ class LateWorker(OffloadingWorker):
                 self.seen[job_id] = [bytes(self.rows[slot]) for slot in slots]
             else:
                 for key, slot in zip(keys, slots, strict=True):
-                    self.rows[slot] = pattern_of(key)
+                    self.rows[slot] = self.content_of(key)
             self._finished.append(TransferResult(job_id=job_id, success=True))
 
     def get_finished(self) -> list[TransferResult]:
@@ -144,6 +147,7 @@ class Driver:
         *,
         spec_class: Any = TieringOffloadingSpec,
         vllm_config: Any = None,
+        content_of: Callable[[bytes], Any] = pattern_of,
         **changes: Any,
     ) -> None:
         self.engine = EngineContext(vllm_config or engine())
@@ -154,7 +158,7 @@ class Driver:
         self.events: list[Any] = []
         self.steps = 0
         self._requests = 0
-        self.late = LateWorker(self._rows())
+        self.late = LateWorker(self._rows(), content_of)
         self.worker: OffloadingWorker = self.late
         self.slots = ROWS
         self.expects_errors = False  # Whether a test makes our manager fail.
@@ -275,7 +279,7 @@ class Driver:
             job_id = self.begin_load(found, context)
             self.copy(job_id)
             for key, row in zip(found, self.late.seen.pop(job_id), strict=True):
-                assert row == pattern_of(key).tobytes(), f"wrong bytes for {key.hex()}"
+                assert row == self.late.content_of(key).tobytes(), f"wrong bytes for {key.hex()}"
         self.manager.on_request_finished(context)
         return found
 

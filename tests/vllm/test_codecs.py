@@ -16,16 +16,15 @@ from tests.vllm import harness
 from tests.vllm.engine_config import engine
 
 
-def pattern_of(key: bytes) -> Any:
+def numbers_of(key: bytes) -> Any:
     """Return a block of which a quarter is numbers, so that its record is a page shorter than a raw one."""
     values = np.random.default_rng(int.from_bytes(key[:4], "little")).normal(0, 0.7, harness.BLOCK_BYTES // 2)
     values[harness.BLOCK_BYTES // 8 :] = 0
     return values.astype(np.float16).view(np.uint8)
 
 
-def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_encoded_under_vllm(tmp_path: Path) -> None:
     """A tier with a codec returns vLLM's blocks unchanged, even to an engine whose tier is set to raw."""
-    monkeypatch.setattr(harness, "pattern_of", pattern_of)
     where = {
         "type": "KVStoreTier",
         "module_path": "kvstore.vllm",
@@ -35,7 +34,7 @@ def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.Monke
     }
     keys = [harness.key_of(i) for i in range(4)]
     for codec in ("byteplane+zstd:1", "raw"):
-        driver = harness.Driver([{**where, "capacity": "64MiB", "codec": codec}])
+        driver = harness.Driver([{**where, "capacity": "64MiB", "codec": codec}], content_of=numbers_of)
         try:
             if codec != "raw":
                 driver.store(keys)

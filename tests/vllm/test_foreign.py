@@ -19,6 +19,7 @@ from kvstore.testing.waiting import eventually
 from kvstore.types import RequestContext
 from kvstore.vllm.foreign import ForeignTier
 from tests.vllm import other_tiers
+from tests.vllm.engine_config import engine
 from tests.vllm.harness import BLOCK_BYTES, Driver, Drivers, key_of, pattern_of
 from tests.vllm.other_tiers import MADE, DictTier
 
@@ -56,14 +57,12 @@ def test_blocks_of_vllms_fs_tier_are_found_after_a_restart(drive: Drivers, tmp_p
     assert [flow.loaded for flow in driver.manager.manager.stats().tiers] == [0, len(KEYS)]
 
 
-def test_a_block_of_another_namespace_is_not_found(
-    drive: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``fs`` has no field for vLLM's version, but kvstore's namespace has one, so block names differ."""
+def test_a_block_of_another_namespace_is_not_found(drive: Drivers, tmp_path: Path) -> None:
+    """``fs`` has no field for the attention backend, but kvstore's namespace has one, so block names differ."""
     drive(fs(tmp_path)).store(KEYS)
     drive.close()
-    monkeypatch.setattr("kvstore.vllm.namespace.VLLM_VERSION", "another")
-    assert drive(fs(tmp_path)).load(KEYS) == []
+    another = engine(**{"attention_config.backend_per_kind": {"full": "FLASH"}})
+    assert drive(fs(tmp_path), vllm_config=another).load(KEYS) == []
 
 
 @pytest.mark.parametrize(("options", "found"), [({}, []), ({"reset": "keep"}, KEYS)])

@@ -345,8 +345,8 @@ class OldNotes:
     seconds since the epoch, stay.
     """
 
-    def __init__(self, written_before: float) -> None:
-        self._written_before = written_before
+    def __init__(self, written_before: float, notes_max: int = _NOTES_MAX) -> None:
+        self._written_before, self._notes_max = written_before, notes_max
         self._first_packs: dict[str, float] = {}
         self._notes: list[tuple[str, ObjectName]] = []
 
@@ -356,7 +356,7 @@ class OldNotes:
             return
         if name.kind == "pack":
             self._first_packs[name.namespace] = name.made_at
-        elif name.kind == "note" and 0 < info.modified_at < self._written_before and len(self._notes) < _NOTES_MAX:
+        elif name.kind == "note" and 0 < info.modified_at < self._written_before and len(self._notes) < self._notes_max:
             self._notes.append((info.key, name))
 
     def names(self) -> list[str]:

@@ -394,9 +394,9 @@ def _confirmed(question: str, yes: bool) -> bool:
 class Pace:
     """Sleeps to keep work below a rate (0: no limit); calls ``check``, which may raise, before each sleep."""
 
-    def __init__(self, per_second: float, check: Callable[[], None]) -> None:
+    def __init__(self, per_second: float, check: Callable[[], None], clock: Any = time) -> None:
         self._per_second = per_second
-        self._check = check
+        self._check, self._clock = check, clock
         self._due = 0.0
 
     def spend(self, amount: float) -> None:
@@ -404,9 +404,9 @@ class Pace:
         self._check()
         if not self._per_second:
             return
-        self._due = max(self._due, time.monotonic()) + amount / self._per_second
-        while (left := self._due - time.monotonic()) > 0:
-            time.sleep(min(left, _SLEEP_S_MAX))
+        self._due = max(self._due, self._clock.monotonic()) + amount / self._per_second
+        while (left := self._due - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, _SLEEP_S_MAX))
             self._check()
 
 
