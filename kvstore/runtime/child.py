@@ -175,7 +175,9 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Also sent when the thread that started this process ends, and then without effect.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # As the lines of kvstore in an engine's log.
+    line = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line, datefmt="%m-%d %H:%M:%S")
     connection = socket.socket(fileno=socket_fd)
     loop = new_event_loop()
     asyncio.set_event_loop(loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -502,23 +503,30 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         region.cleanup()
         raise
     spec._scheduler_mmap = region
-    _log_start(primary, tiers, spec, namespace)
+    _log_start(primary, tiers, spec, namespace, config.policy)
     return own
 
 
-def _log_start(primary: PrimaryTier, tiers: Sequence[AsyncTier | ForeignTier], spec: Any, namespace: Namespace) -> None:
-    """Log the primary tier and the tiers in one line, and rows that are mostly empty."""
+def _log_start(
+    primary: PrimaryTier,
+    tiers: Sequence[AsyncTier | ForeignTier],
+    spec: Any,
+    namespace: Namespace,
+    policy: Mapping[str, Any],
+) -> None:
+    """Log the primary tier, the tiers and the default policy in one line, and rows that are mostly empty."""
     useful = useful_bytes(spec, spec.engine)
     lines = [
         tier.name if isinstance(tier, ForeignTier) else described(tier, check_options(options, tier_type=TIER_TYPE))
         for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
     ]
     logger.info(
-        "kvstore manages %d slots of %s, %s, and the tiers %s; namespace %s",
+        "kvstore manages %d slots of %s, %s, and the tiers %s%s; namespace %s",
         primary.slots,
         described_slots(spec, primary.slot_bytes, useful),
         described_pages(spec.config.engine_id),
         ", ".join(lines),
+        f", with the default policy {json.dumps(policy)}" if policy else "",
         namespace.hex,
     )
     warn_of_waste(useful, primary.slot_bytes)

@@ -70,6 +70,15 @@ async def test_room_is_given_back_to_a_full_disk(tmp_path: Path) -> None:
             await rig.has_all(await rig.put_new(2))
 
 
+async def test_error_of_a_store_has_the_free_bytes_of_a_disk_that_others_fill(tmp_path: Path) -> None:
+    """They show whether other engines or other files take the room."""
+    with ext4(tmp_path) as point:
+        async with opened(point / "kv", "24MiB", reserve="8MiB") as rig:
+            with filled(point):
+                assert set(await rig.put(rig.new(2))) == {Outcome.NO_SPACE}
+            assert "the disk is full: 0 are free, and the reserve is 8MiB" in rig.backend.last_error
+
+
 async def test_stores_end_and_loads_go_on_when_the_disk_is_full(tmp_path: Path) -> None:
     """Without a reserve, stores evict, for tables and segments are preallocated; stored blocks are found."""
     with ext4(tmp_path) as point:

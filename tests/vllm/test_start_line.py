@@ -17,7 +17,7 @@ from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.layout import useful_bytes, warn_of_waste
 from tests.vllm.engine_config import engine
-from tests.vllm.harness import Driver, key_of, parallel
+from tests.vllm.harness import Driver, key_of, offloading_config, parallel
 
 
 @pytest.mark.parametrize("spec_class", [KVStoreOffloadingSpec, TieringOffloadingSpec])
@@ -44,6 +44,15 @@ def test_one_line_has_all_that_an_operator_compares(
         "MiB in huge pages",
     ):
         assert part in lines[0], lines[0]
+
+
+def test_default_policy_is_in_the_start_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After a restart nothing else names why blocks were not stored before it."""
+    tier = {"type": "file", "path": str(tmp_path), "capacity": "64MiB"}
+    with caplog.at_level(logging.INFO, logger="kvstore"):
+        extra = offloading_config([tier]).extra_config | {"tiering": {"policy": {"min_uses": 2}}}
+        Driver([tier], spec_class=KVStoreOffloadingSpec, extra_config=extra).close()
+    assert any('with the default policy {"min_uses": 2}; namespace' in text for text in caplog.messages)
 
 
 def test_rows_that_are_mostly_empty_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,6 +99,7 @@ class Root:
     members: Members
     capacity_bytes: int = 0
     reserve_bytes: int = 0  # Bytes of the filesystem to keep free.
+    unused_bytes: int = 0  # Free bytes of the filesystem at the last look.
     _refused: set[str] = field(default_factory=set)
     """Segments that can't be used or removed, each named in the log once."""
     _open: set[Segment] = field(default_factory=set)
@@ -358,7 +359,8 @@ class Root:
         filesystem = self.disk.statvfs(self.fd)
         total = filesystem.f_blocks * filesystem.f_frsize
         self.capacity_bytes, self.reserve_bytes = self.capacity.resolve(total), self.reserve.resolve(total)
-        return filesystem.f_bavail * filesystem.f_frsize
+        self.unused_bytes = filesystem.f_bavail * filesystem.f_frsize
+        return self.unused_bytes
 
     def _free_bytes(self, stored: Collection[Stored]) -> int:
         """Return the :meth:`free_bytes`, given all segments."""

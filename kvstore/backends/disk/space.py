@@ -11,7 +11,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -138,9 +138,17 @@ class Space:
 
     def described(self) -> str:
         """Return how much of the capacity this engine holds, and who may hold the rest."""
-        held = ByteSize(sum(map(self._held_bytes, self._roots))).text
-        capacity = ByteSize(sum(root.capacity_bytes for root in self._roots)).text
-        return f"this engine holds {held} of a capacity of {capacity}; other engines hold the rest, or the disk is full"
+
+        def total(sizes: Iterable[int]) -> str:
+            return ByteSize(sum(sizes) >> 20 << 20).text
+
+        roots = self._roots
+        return (
+            f"this engine holds {total(map(self._held_bytes, roots))} of a capacity of "
+            f"{total(root.capacity_bytes for root in roots)}; other engines hold the rest, or the disk is full: "
+            f"{total(root.unused_bytes for root in roots)} are free, and the reserve is "
+            f"{total(root.reserve_bytes for root in roots)}"
+        )
 
     async def close(self) -> None:
         """Wait for background work."""
