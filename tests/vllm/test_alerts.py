@@ -26,6 +26,18 @@ def promtool(*arguments: object) -> str:
     return done.stdout
 
 
+def check_rules(directory: Path, series: dict[str, str], *expected: dict[str, Any]) -> None:
+    """Evaluate the alerts once a minute over values of series, in promtool's notation."""
+    given = [{"series": text, "values": values} for text, values in series.items()]
+    case = {
+        "rule_files": [str(SCRIPT.ALERTS_FILE)],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": given, "promql_expr_test": list(expected)}],
+    }
+    (directory / "case.yaml").write_text(yaml.safe_dump(case))
+    promtool("test", "rules", directory / "case.yaml")
+
+
 def test_the_committed_alerts_are_those_of_the_script() -> None:
     """The committed alerts equal the script's output; after a change, run scripts/make_alerts.py."""
     assert all(path.read_text() == text for path, text in SCRIPT.texts().items())
@@ -76,22 +88,10 @@ def test_an_alert_fires_at_its_fault_and_clears_after_it(alert: Any, tmp_path: P
             "exp_samples": samples,
         }
 
-    case = {
-        "rule_files": [str(SCRIPT.ALERTS_FILE)],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [
-                    {"series": name.replace("'", '"'), "values": values(name, value)} for name, value in alert.faulty
-                ]
-                + [{"series": 'vllm:kvstore_ready{tier="sound"}', "values": "1x129"}] * (alert.name != "MetricsAbsent"),
-                "promql_expr_test": [firing(8, 0), firing(65, 1), firing(125, 0)],
-            }
-        ],
-    }
-    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
-    promtool("test", "rules", tmp_path / "case.yaml")
+    series = {name.replace("'", '"'): values(name, value) for name, value in alert.faulty}
+    if alert.name != "MetricsAbsent":
+        series['vllm:kvstore_ready{tier="sound"}'] = "1x129"
+    check_rules(tmp_path, series, firing(8, 0), firing(65, 1), firing(125, 0))
 
 
 @needs_promtool
@@ -103,19 +103,7 @@ def test_stores_for_other_prompts_or_with_loads_are_read(metric: str, tmp_path: 
     changed = next(text for text in series if metric in text)
     series[changed] = "0+1x120" if metric == "loaded_bytes" else "0x120"
     series['vllm:kvstore_ready{tier="disk"}'] = "1x120"
-    case = {
-        "rule_files": [str(SCRIPT.ALERTS_FILE)],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": text, "values": values} for text, values in series.items()],
-                "promql_expr_test": [{"expr": "count(ALERTS)", "eval_time": "90m", "exp_samples": []}],
-            }
-        ],
-    }
-    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
-    promtool("test", "rules", tmp_path / "case.yaml")
+    check_rules(tmp_path, series, {"expr": "count(ALERTS)", "eval_time": "90m", "exp_samples": []})
 
 
 @needs_promtool
@@ -123,30 +111,11 @@ def test_stores_for_other_prompts_or_with_loads_are_read(metric: str, tmp_path: 
 def test_refusals_during_a_rotation_are_no_alert(minutes: int, tmp_path: Path) -> None:
     """Credentials refused for the minutes of a rotation cause no alert; those refused for an hour do."""
     (alert,) = (each for each in SCRIPT.ALERTS if each.name == "CredentialsRefused")
-    series = [(text.replace("'", '"'), f"0x9 0+1x{minutes} {minutes}x60") for text, _ in alert.faulty]
+    series = {text.replace("'", '"'): f"0x9 0+1x{minutes} {minutes}x60" for text, _ in alert.faulty}
+    series['vllm:kvstore_ready{tier="disk"}'] = "1x129"
+    fired = 'count(max_over_time(ALERTS{alertstate="firing"}[1h]))'
     counts = [{"labels": "{}", "value": 1}] if minutes == 60 else []
-    case = {
-        "rule_files": [str(SCRIPT.ALERTS_FILE)],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [
-                    {"series": text, "values": values}
-                    for text, values in [*series, ('vllm:kvstore_ready{tier="disk"}', "1x129")]
-                ],
-                "promql_expr_test": [
-                    {
-                        "expr": 'count(max_over_time(ALERTS{alertstate="firing"}[1h]))',
-                        "eval_time": "69m",
-                        "exp_samples": counts,
-                    }
-                ],
-            }
-        ],
-    }
-    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
-    promtool("test", "rules", tmp_path / "case.yaml")
+    check_rules(tmp_path, series, {"expr": fired, "eval_time": "69m", "exp_samples": counts})
 
 
 @needs_promtool
