@@ -250,11 +250,11 @@ class TieringManager:
         """Return where a request's blocks came from, and why others are computed, until :meth:`on_request_finished`.
 
         Returns:
-            A JSON object: ``computed``, the number of blocks that the request looked for and computes; and for each of
-            ``tiers`` the number of ``blocks`` that it delivered, the ``seconds`` from the begin of their first load to
-            the end of the last, and the cause for which it ``missed`` the computed blocks (a :class:`MissCause`).
-            ``missed`` beside ``tiers`` is a cause that concerns all. None for a request that did not ask for it
-            (``explain``).
+            A JSON object: ``blocks``, the number of its whole blocks (:meth:`set_keys`); ``computed``, the number of
+            those that it looked for and computes; and for each of ``tiers`` the number of ``blocks`` that it delivered,
+            the ``seconds`` from the begin of their first load to the end of the last, and the cause for which it
+            ``missed`` the computed blocks (a :class:`MissCause`). ``missed`` beside ``tiers`` is a cause that concerns
+            all. None for a request that did not ask for it (``explain``).
         """
         state = self._requests.by_id.get(ctx.request_id)
         return account_of(state, self._links) if state is not None and state.policy.explain else None

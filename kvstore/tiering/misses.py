@@ -100,7 +100,7 @@ def account_of(state: RequestState, links: Sequence[TierLink]) -> dict[str, Any]
         if computed and (cause := state.missed.get(link.index)):
             tier["missed"] = cause.value
         tiers[link.name] = tier
-    account: dict[str, Any] = {"computed": computed, "tiers": tiers}
+    account: dict[str, Any] = {"blocks": len(state.weighed or state.ends), "computed": computed, "tiers": tiers}
     if computed and (cause := state.missed.get(ALL_TIERS)):
         account["missed"] = cause.value
     return account

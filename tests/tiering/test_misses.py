@@ -345,6 +345,7 @@ def test_a_request_gets_an_account_of_its_blocks() -> None:
     engine.manager.complete_load(keys[:3], ctx)
     engine.manager.on_step_end([ctx.request_id])
     assert engine.manager.account(ctx) == {
+        "blocks": 5,
         "computed": 2,
         "tiers": {
             "cpu": {"blocks": 1},
@@ -354,7 +355,7 @@ def test_a_request_gets_an_account_of_its_blocks() -> None:
     }
     assert engine.manager.account(engine.request(keys)) is None
     other, _ = ask(engine, keys_of(9), explain=True, load=False)
-    told = {"computed": 1, "missed": "policy", "tiers": {"disk": {"blocks": 0}, "far": {"blocks": 0}}}
+    told = {"blocks": 1, "computed": 1, "missed": "policy", "tiers": {"disk": {"blocks": 0}, "far": {"blocks": 0}}}
     assert engine.manager.account(other) == told
 
 
@@ -366,7 +367,7 @@ def test_an_account_of_found_blocks_has_no_cause() -> None:
     ctx, _ = ask(engine, keys_of(1, 2), explain=True)
     account = engine.manager.account(ctx)
     assert account is not None and account["tiers"]["far"].pop("seconds") >= 0
-    assert account == {"computed": 0, "tiers": {"disk": {"blocks": 0}, "far": {"blocks": 2}}}
+    assert account == {"blocks": 2, "computed": 0, "tiers": {"disk": {"blocks": 0}, "far": {"blocks": 2}}}
 
 
 def test_each_request_has_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
@@ -376,6 +377,6 @@ def test_each_request_has_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> N
         ctx, _ = ask(engine, keys_of(1, 2))
         ask(engine, keys_of(3), load=False)
     lines = [line for line in caplog.messages if line.startswith("Request")]
-    account = {"computed": 2, "tiers": {"disk": {"blocks": 0, "missed": "absent"}}}
+    account = {"blocks": 2, "computed": 2, "tiers": {"disk": {"blocks": 0, "missed": "absent"}}}
     assert lines[0] == f"Request {ctx.request_id}: {account}"
     assert len(lines) == 2 and "'missed': 'policy'" in lines[1]

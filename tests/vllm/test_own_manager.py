@@ -69,9 +69,12 @@ def test_an_answer_has_the_account_of_its_blocks(restarted: Engine) -> None:
     tier = answer["kvstore_account"]["tiers"]["file"]
     assert 0 < tier.pop("seconds") < 60
     assert answer["kvstore_account"] == {
+        "blocks": blocks,
         "computed": blocks - held,
         "tiers": {"file": {"blocks": held, "missed": "absent"}},
     }
+    (short,) = restarted.call("ask", [prompt(78, BLOCK_TOKENS - 8)], 2, {"explain": True})
+    assert short["kvstore_account"] == {"blocks": 0, "computed": 0, "tiers": {"file": {"blocks": 0}}}
     assert "kvstore_account" not in restarted.ask(PROMPTS[1])[0]
 
 
