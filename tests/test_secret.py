@@ -50,7 +50,7 @@ def test_three_sources(monkeypatch: pytest.MonkeyPatch, secret_file: Path) -> No
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n", "\n\n"])
 @pytest.mark.parametrize("start", ["", "\ufeff"])
 def test_marks_and_line_ends_of_a_file_are_no_part_of_it(tmp_path: Path, start: str, ending: str) -> None:
-    """Editors add a byte order mark and line ends; spaces may belong to a secret, and a mark alone is none."""
+    """Editors add a byte order mark and line ends; spaces may belong to a secret; a file with only a mark is empty."""
     path = tmp_path / "secret"
     path.write_text(f"{start} {SECRET} {ending}", newline="")
     assert SecretStr({"file": str(path)}).reveal() == f" {SECRET} "

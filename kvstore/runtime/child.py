@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.runtime import LOG_LINE
 from kvstore.runtime.host import IOSide, new_event_loop
 from kvstore.runtime.lifetime import hold
 from kvstore.runtime.messages import FromIO
@@ -175,9 +176,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Also sent when the thread that started this process ends, and then without effect.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    # As the lines of kvstore in an engine's log.
-    line = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=line, datefmt="%m-%d %H:%M:%S")
+    logging.basicConfig(level=logging.WARNING, format=LOG_LINE, datefmt="%m-%d %H:%M:%S")
     connection = socket.socket(fileno=socket_fd)
     loop = new_event_loop()
     asyncio.set_event_loop(loop)

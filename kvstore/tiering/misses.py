@@ -53,8 +53,8 @@ class Misses:
             return
         first = next(iter(state.asked))
         if state.ends:
-            start, weighed = max(state.served_to + 1, state.ends.get(first, 0)), state.weighed or state.ends
-            blocks = [key for key, end in state.ends.items() if end >= start and key in weighed]
+            start, counted = max(state.served_to + 1, state.ends.get(first, 0)), state.counted
+            blocks = [key for key, end in state.ends.items() if end >= start and key in counted]
             self._count(state, len(blocks), blocks[0] if blocks else None)
         else:
             self._count(state, max(0, len(state.asked) - sum(state.served.values())), first)
@@ -100,7 +100,7 @@ def account_of(state: RequestState, links: Sequence[TierLink]) -> dict[str, Any]
         if computed and (cause := state.missed.get(link.index)):
             tier["missed"] = cause.value
         tiers[link.name] = tier
-    account: dict[str, Any] = {"blocks": len(state.weighed or state.ends), "computed": computed, "tiers": tiers}
+    account: dict[str, Any] = {"blocks": len(state.counted), "computed": computed, "tiers": tiers}
     if computed and (cause := state.missed.get(ALL_TIERS)):
         account["missed"] = cause.value
     return account

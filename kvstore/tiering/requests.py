@@ -107,6 +107,11 @@ class RequestState:
         """Whether it has no unfinished work."""
         return not (self.open or self.loading or self.promoting)
 
+    @property
+    def counted(self) -> Collection[BlockKey]:
+        """The blocks that counts of misses and the account include; those of windows are left out."""
+        return self.weighed or self.ends
+
     def may_store(self, key: BlockKey) -> bool:
         """Whether its policy allows a block at this position; unknown positions are after the prompt."""
         return self.tokens_max is None or self.ends.get(key, self.tokens_max + 1) <= self.tokens_max

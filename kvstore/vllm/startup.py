@@ -28,6 +28,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.primary.memory import shortage
 from kvstore.primary.shared import SHM, remove_dead_files
 from kvstore.registry import BACKENDS
+from kvstore.runtime import LOG_LINE
 from kvstore.secret import shown
 from kvstore.tiers import AsyncTier
 from kvstore.tiers.preflight import check_before_opening, claim_paths, doubts_before_opening, paths_of
@@ -474,5 +475,5 @@ def _like(handler: logging.Handler) -> logging.Handler:
     """Return a handler for the same stream whose format shows the logger; vLLM's shows the source file."""
     found, formatter = copy.copy(handler), handler.formatter
     if formatter is not None and "%(name)s" not in (formatter._fmt or ""):
-        found.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", formatter.datefmt))
+        found.setFormatter(logging.Formatter(LOG_LINE, formatter.datefmt))
     return found

@@ -354,18 +354,17 @@ class Root:
         """Return the bytes that capacity and reserve leave for more segments; negative if one of them is exceeded."""
         return self._free_bytes(self._stored())
 
-    def measure(self) -> int:
-        """Return the free bytes of the filesystem; shares of it follow its size, because a volume may grow."""
+    def measure(self) -> None:
+        """Look at the filesystem again: its free bytes, and shares of its size, because a volume may grow."""
         filesystem = self.disk.statvfs(self.fd)
         total = filesystem.f_blocks * filesystem.f_frsize
         self.capacity_bytes, self.reserve_bytes = self.capacity.resolve(total), self.reserve.resolve(total)
         self.unused_bytes = filesystem.f_bavail * filesystem.f_frsize
-        return self.unused_bytes
 
     def _free_bytes(self, stored: Collection[Stored]) -> int:
         """Return the :meth:`free_bytes`, given all segments."""
-        free = self.measure()
-        return min(self.capacity_bytes - _size_of(stored), free - self.reserve_bytes)
+        self.measure()
+        return min(self.capacity_bytes - _size_of(stored), self.unused_bytes - self.reserve_bytes)
 
     def _stored(self) -> list[Stored]:
         seen: dict[str, list[Stored]] = {}
