@@ -89,8 +89,8 @@ class FollowedFiles(Generic[_T]):
         show: Callable[[str], str] = shown_path,
     ) -> None:
         self.refusals = 0  # Number of refusals of a value that the files still had.
-        self.previous: _T | None = None  # The last complete value before the last change; None if there was none.
-        self.changed_at = float("-inf")  # Time of the last change, by the monotonic clock.
+        self.previous: _T | None = None  # The last complete value before the current one; None if there was none.
+        self.replaced_at = float("-inf")  # Time at which it was replaced, by the monotonic clock.
         self.paths = tuple(map(str, paths))
         self._make = make
         self._what = what
@@ -102,6 +102,7 @@ class FollowedFiles(Generic[_T]):
         self._digest = b""
         self._lock = threading.Lock()
         self._reading: Future[None] | None = None
+        self._changed_at = float("-inf")
         self._warned_at = float("-inf")
 
     @property
@@ -154,13 +155,17 @@ class FollowedFiles(Generic[_T]):
             if digest != self._digest or self._value is None:
                 value, now = self._make(contents), time.monotonic()
                 if self._value is not None:
-                    if now - self.changed_at >= _COMPLETE_S:
-                        self.previous = self._value
-                    self.changed_at = now
+                    if now - self._changed_at >= _COMPLETE_S:
+                        self.previous, self.replaced_at = self._value, now
+                    self._changed_at = now
                 self._value, self._digest = value, digest
             self._signature, self._error = signature, None
         except ConfigError as error:
             self._error = error
+
+    def continue_count(self, before: FollowedFiles[_T]) -> None:
+        """Count refusals on from those of other files, and log them no more often."""
+        self.refusals, self._warned_at = before.refusals, before._warned_at
 
     async def refused(self, used: _T, complaint: str) -> bool:
         """Read the files again after a refusal of the value ``used``; return whether there is another value to try.

@@ -103,8 +103,8 @@ class SecretStr:
         return next(iter(self._source.paths), None)
 
     def earlier(self, within_s: float) -> str | None:
-        """Return the secret before the last change of the file; None without a change in the last ``within_s``."""
-        return self._source.previous if time.monotonic() - self._source.changed_at <= within_s else None
+        """Return the secret that the one in the file replaced in the last ``within_s``; None if there is none."""
+        return self._source.previous if time.monotonic() - self._source.replaced_at <= within_s else None
 
     def _checked(self, secret: str) -> str:
         if self._check is not None:

@@ -54,9 +54,12 @@ async def test_a_half_written_file_does_not_replace_the_value_before(
     path.write_text("1")
     assert (await followed.current(), followed.previous) == (1, None)
     monkeypatch.setattr(files, "_COMPLETE_S", 3600.0)
+    replaced_at = []
     for content in ("2", "23", "234"):
         path.write_text(content)
         assert (await followed.current(), followed.previous) == (int(content), 1)
+        replaced_at.append(followed.replaced_at)
+    assert len(set(replaced_at)) == 1, "later changes prolong no acceptance of the value before"
     monkeypatch.setattr(files, "_COMPLETE_S", 0.0)
     path.write_text("5")
     assert (await followed.current(), followed.previous) == (5, 234)

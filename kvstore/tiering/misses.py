@@ -90,8 +90,8 @@ def account_of(state: RequestState, links: Sequence[TierLink]) -> dict[str, Any]
     """Return where the blocks of a request came from, as JSON; see :meth:`TieringManager.account`."""
     tiers: dict[str, dict[str, Any]] = {}
     computed = state.computed or 0
-    if blocks := state.served.get(ALL_TIERS):
-        tiers[PRIMARY_NAME] = {"blocks": blocks}
+    if served := state.served.get(ALL_TIERS):
+        tiers[PRIMARY_NAME] = {"blocks": served}
     for link in links:
         tier: dict[str, Any] = {"blocks": state.served.get(link.index, 0)}
         if tier["blocks"] and link.index in state.load_times:
@@ -100,7 +100,9 @@ def account_of(state: RequestState, links: Sequence[TierLink]) -> dict[str, Any]
         if computed and (cause := state.missed.get(link.index)):
             tier["missed"] = cause.value
         tiers[link.name] = tier
-    account: dict[str, Any] = {"blocks": len(state.counted), "computed": computed, "tiers": tiers}
+    # The blocks of a request for which nothing is looked up may be unknown.
+    blocks = max(len(state.counted), computed)
+    account: dict[str, Any] = {"blocks": blocks, "computed": computed, "tiers": tiers}
     if computed and (cause := state.missed.get(ALL_TIERS)):
         account["missed"] = cause.value
     return account

@@ -526,7 +526,7 @@ def _log_start(
         described_slots(spec, primary.slot_bytes, useful),
         described_pages(spec.config.engine_id),
         ", ".join(lines),
-        f", with the default policy {json.dumps(policy)}" if policy else "",
+        f", with the default policy {json.dumps(policy, default=str)}" if policy else "",
         namespace.hex,
     )
     warn_of_waste(useful, primary.slot_bytes)

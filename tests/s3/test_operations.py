@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, direct
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
 from kvstore.errors import BackendClosedError, BackendError, ConfigError
@@ -26,7 +27,7 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import LookupResult, Outcome
-from tests.s3.clients import EACH_CLIENT, NAMESPACE, opened, opened_client, options_for
+from tests.s3.clients import EACH_CLIENT, NAMESPACE, config_for, opened, opened_client, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import READ_ONLY, S3Server
 
@@ -312,6 +313,22 @@ async def test_without_credentials(faults: FaultServer, client: str, monkeypatch
     nobody = {"access_key_id": None, "secret_access_key": None, "client": client}
     assert (await refusal(faults, **nobody)).cause is Cause.CREDENTIALS
     await opened(faults, **nobody, anonymous=True)
+
+
+async def test_credentials_are_looked_for_again_at_each_start(
+    weed_server: S3Server, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that was refused opens once the environment has other credentials; its refusals still count."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", weed_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-canary")
+    backend = S3Backend(config_for(weed_server, client=client, access_key_id=None, secret_access_key=None))
+    with pytest.raises(S3Error):
+        await backend.open(NAMESPACE, RecordGeometry(S3Backend.alignment, 4096))
+    refusals = backend.stats().counters["credentials_refused"]
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", weed_server.secret_key)
+    await backend.open(NAMESPACE, RecordGeometry(S3Backend.alignment, 4096))
+    assert backend.stats().counters["credentials_refused"] == refusals > 0
+    await backend.close()
 
 
 async def test_a_service_that_does_not_go_on(faults: FaultServer) -> None:

@@ -298,10 +298,12 @@ def test_without_tiers_misses_have_the_cause_of_the_primary_tier(cause: str) -> 
 def test_an_unproven_request_counts_its_blocks_once() -> None:
     """Blocks that are not looked up, because their keys may be wrong, are missed in every tier."""
     engine = Engine()
-    ctx = engine.request()
+    ctx = engine.request(explain=True)
     for _ in range(2):
         engine.manager.exclude(ctx, 7)
     assert missed(engine) == {("all", "unproven"): 7}
+    account = engine.manager.account(ctx)
+    assert account is not None and (account["blocks"], account["computed"]) == (7, 7), "its keys are unknown"
 
 
 def test_other_groups_of_layers_do_not_count() -> None:

@@ -163,7 +163,7 @@ async def find_credentials(
     They are found again after a change of a file with keys: of the configuration, or of AWS's own tools.
 
     Args:
-        before: The credentials of an earlier session, which has ended; they have counted their refusals.
+        before: The credentials of an earlier session, which has ended. Their count of refusals is continued.
     """
     sessions = [session]
 
@@ -174,9 +174,11 @@ async def find_credentials(
         found = sessions.pop() if sessions else (await asyncio.to_thread(make_session, config))[0]
         return await found.get_credentials()
 
-    found = before or CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session), pause_s)
+    found = CurrentCredentials(find, await asyncio.to_thread(_files_with_keys, config, session), pause_s)
+    if before is not None:
+        found.continue_count(before)
     # Assumes roles now, with its own time limit instead of a request's.
-    await asyncio.shield(found._begin())
+    await found.get()
     return found
 
 
@@ -209,6 +211,10 @@ class CurrentCredentials:
     def refusals(self) -> int:
         """Number of refusals after which the files had no other credentials."""
         return self._files.refusals
+
+    def continue_count(self, before: CurrentCredentials) -> None:
+        """Count refusals on from those of an earlier session."""
+        self._files.continue_count(before._files)
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
         """Return valid credentials; S3Error if there are none. After a timeout the renewal continues."""
