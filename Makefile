@@ -1,6 +1,6 @@
 # make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (three minutes, once set up)
 # make test   every property of kvstore, each backend on one server, one restart of a real engine (about six minutes)
-# make test-all   all tests but those of lint and test-versions (about a quarter of an hour)
+# make test-all   all tests but those of lint and test-versions (twenty minutes)
 # make test-versions  random walks of real engines of vLLM 0.31 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make gpu PYTHON=python3   tests, copies and engines of a GPU, in 40 minutes, into gpu-results/ (docs/performance.md; MINUTES); REHEARSE=1 tries it on a CPU
