@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import subprocess
-
-import pytest
+from unittest import mock
 
 from kvstore.cli.app import run_kvstore
 
@@ -18,10 +17,9 @@ def run_here(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        pytest.MonkeyPatch.context() as monkeypatch,
+        # Variables that the command sets end with it, too.
+        mock.patch.dict("os.environ", {"COLUMNS": "80", "KVSTORE_YES": "1"} | env),
     ):
-        for name, value in ({"COLUMNS": "80", "KVSTORE_YES": "1"} | env).items():
-            monkeypatch.setenv(name, value)
         try:
             run_kvstore(arguments)
         except SystemExit as ended:

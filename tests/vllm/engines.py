@@ -203,6 +203,7 @@ def _environment(in_process: bool, scratch: Path) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         # By default vLLM binds each rank to its own cores, and refuses to start with too few.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Threads of OpenMP spin while they wait for each other.
