@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import threading
@@ -84,9 +85,18 @@ class TransferEngine:
     """Moves batches; created on and used from one event loop. Loads have precedence over stores.
 
     If io_uring is not available, ``threads`` replace it, with one warning. ``workers_max`` is for io_uring.
+    ``beside_others``: The loop has engines of other drives, whose writes may never end.
     """
 
-    def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, workers_max: int = 0) -> None:
+    def __init__(
+        self,
+        disk: OsDisk,
+        choice: EngineChoice = "auto",
+        *,
+        threads: int = 16,
+        workers_max: int = 0,
+        beside_others: bool = False,
+    ) -> None:
         self.disk = disk  # Makes plain system calls.
         self._ring = _loop_ring(choice, workers_max)
         # The engine in use, ``"io_uring"`` or ``"threads"``.
@@ -95,16 +105,24 @@ class TransferEngine:
         self._batches = CallsUnderWay()
         self._closing = False
         self._releasing: asyncio.Task[None] | None = None
-        self._slow_fds: set[int] = set()
+        self._beside_others = beside_others
+        # Files whose operations kernel threads run, per operation.
+        self._queued: dict[Op, set[int]] = {Op.READV: set(), Op.WRITEV: set()}
 
     def admit(self, fd: int) -> None:
         """Choose how a file is read and written; call it on any thread, before the first transfer of the file.
 
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
+
+        The same holds for buffered writes beside other drives: of those that would block, the kernel runs only one at a
+        time for each of 64 hashes of an inode, so one would wait for a frozen drive. Those that never try are exempt.
         """
-        if not self.disk.supports_nowait(fd):
-            self._slow_fds.add(fd)
+        is_slow = not self.disk.supports_nowait(fd)
+        is_buffered = not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        for op, is_queued in ((Op.READV, is_slow), (Op.WRITEV, is_slow or (self._beside_others and is_buffered))):
+            # A closed file may have had the same number.
+            (self._queued[op].add if is_queued else self._queued[op].discard)(fd)
 
     # Plain functions, because a coroutine that only awaits another one takes part in each of its resumptions.
     def read(
@@ -217,8 +235,8 @@ class TransferEngine:
         if len(at) < len(runs):
             runs, sizes, fds = [runs[i] for i in at], [sizes[i] for i in at], [fds[i] for i in at]
         sqes, iovecs = _operations(op, runs, fds)
-        if self._slow_fds:
-            sqes["flags"] = [SQE_ASYNC if fd in self._slow_fds else 0 for fd in fds]
+        if queued := self._queued[op]:
+            sqes["flags"] = [SQE_ASYNC if fd in queued else 0 for fd in fds]
         return ring.run(sqes, sizes, precedence=precedence, keep=(iovecs, runs))
 
 
