@@ -33,6 +33,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _same_variables() -> Iterator[None]:
+    """Fail a test that leaves a variable changed, which would configure later tests and the engines that they start."""
+    before = _variables()
+    yield
+    changed = sorted(name for name, _ in before ^ _variables())
+    assert changed == [], f"variables left changed: {changed}"
+
+
+def _variables() -> set[tuple[str, str]]:
+    """Return the variables that configure kvstore, vLLM and S3."""
+    return {each for each in os.environ.items() if each[0].startswith(("KVSTORE_", "VLLM_", "AWS_"))}
+
+
 @pytest.fixture
 def eventually() -> Callable[..., None]:
     """Return ``kvstore.testing.eventually``: waits until a predicate is true, up to ``timeout_s``."""

@@ -7,9 +7,11 @@ which a new version of vLLM may have, is unproven if that attribute is set.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import re
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -181,8 +183,23 @@ def _stays_on(engine_config: Any) -> bool:
         layers = engine_config.compilation_config.static_forward_context
         trial = copy.deepcopy(engine_config, {id(layers): {}})  # Without the weights.
         trial.cache_config.enable_prefix_caching = True
-        trial.__post_init__()
+        with _variables_kept():
+            trial.__post_init__()
     # As above.
     except Exception:
         return False
     return bool(trial.cache_config.enable_prefix_caching)
+
+
+@contextlib.contextmanager
+def _variables_kept() -> Iterator[None]:
+    """Undo changes of this process's variables: vLLM sets some for the configuration that it is given."""
+    before = os.environ.copy()
+    try:
+        yield
+    finally:
+        for name in before | os.environ:
+            if name not in before:
+                del os.environ[name]
+            elif os.environ.get(name) != before[name]:
+                os.environ[name] = before[name]

@@ -1,9 +1,20 @@
-"""A stand-in for VllmConfig with the parts that identify blocks."""
+"""vLLM's configuration of an engine, and a stand-in for it with the parts that identify blocks."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+
+def configured(model: Path, **arguments: Any) -> Any:
+    """Return the ``VllmConfig`` of an engine with these arguments, and undo vLLM's changes of variables."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with mock.patch.dict(os.environ):
+        return EngineArgs(model=str(model), **arguments).create_engine_config()
 
 
 class HFConfig:

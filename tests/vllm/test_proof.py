@@ -13,7 +13,6 @@ import pytest
 import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.config import PoolerConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -27,6 +26,7 @@ from kvstore.errors import ConfigError
 from kvstore.vllm import proof
 from kvstore.vllm.compat import mark_media_of_clients
 from kvstore.vllm.proof import check_engine, doubt_of_engine, doubt_of_request
+from tests.vllm.engine_config import configured
 from tests.vllm.engines import Engine, Start, full_blocks, managed, prompt
 from tests.vllm.models import make_tiny_mla, make_tiny_prefix_lm
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
@@ -47,7 +47,7 @@ _KNOWN = {
 
 def config(model: Path, **options: Any) -> Any:
     """Return the ``VllmConfig`` for a model."""
-    return EngineArgs(model=str(model), max_model_len=512, block_size=64, **options).create_engine_config()
+    return configured(model, max_model_len=512, block_size=64, **options)
 
 
 def root_of(version: str) -> Path:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import vllm
 from vllm.config import KVEventsConfig, KVTransferConfig, MultiModalConfig, SchedulerConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import environment_variables
 
 from examples.tiny_llama import LlamaShape, make_tiny_llama
@@ -24,6 +23,7 @@ from kvstore.namespace import Namespace
 from kvstore.vllm.connector import EngineContext
 from kvstore.vllm.irrelevant import FIELDS, VARIABLES
 from kvstore.vllm.namespace import engine_namespace
+from tests.vllm.engine_config import configured
 from tests.vllm.harness import offloading_config, parallel
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
 
@@ -62,7 +62,7 @@ def namespace(model: Path, set_after: dict[str, Any] | None = None, **arguments:
 def configuration(model: Path, **arguments: Any) -> Any:
     """Return vLLM's configuration of an engine with these arguments."""
     transfer = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both", engine_id="one")
-    return EngineArgs(model=str(model), **{"kv_transfer_config": transfer, **arguments}).create_engine_config()
+    return configured(model, **{"kv_transfer_config": transfer, **arguments})
 
 
 def namespace_of(config: Any) -> Namespace:
