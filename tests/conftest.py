@@ -38,7 +38,7 @@ def _same_variables() -> Iterator[None]:
     """Fail a test that leaves a variable changed, which would configure later tests and the engines that they start."""
     before = _variables()
     yield
-    changed = sorted(name for name, _ in before ^ _variables())
+    changed = sorted({name for name, _ in before ^ _variables()})
     assert changed == [], f"variables left changed: {changed}"
 
 

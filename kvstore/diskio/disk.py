@@ -78,6 +78,10 @@ class OsDisk:
                 return error.errno != errno.EOPNOTSUPP
         return True
 
+    def is_direct(self, fd: int) -> bool:
+        """Return whether a file is read and written with direct I/O."""
+        return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         """Set the length of a file."""
         self.syscall("ftruncate", os.ftruncate, fd, size_bytes)

@@ -89,8 +89,9 @@ _held_read.restype = ctypes.c_ssize_t
 class Ring:
     """An io_uring for one thread at a time, with at most ``entries`` operations in flight.
 
-    ``workers_max``: most kernel threads that run the operations of all rings of the thread; 0 leaves it to the kernel,
-    which takes the entries of its first ring, or four for each processor if that is less.
+    ``workers_max``: most kernel threads that run the operations of all rings of the thread, but for those with
+    :data:`SQE_ASYNC`; 0 leaves it to the kernel, which takes the entries of its first ring, or four for each processor
+    if that is less.
 
     Attributes:
         event_fd: An eventfd that becomes readable when operations complete, until :meth:`completions` is called.

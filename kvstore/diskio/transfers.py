@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import threading
@@ -85,7 +84,7 @@ class TransferEngine:
     """Moves batches; created on and used from one event loop. Loads have precedence over stores.
 
     If io_uring is not available, ``threads`` replace it, with one warning. ``workers_max`` is for io_uring.
-    ``beside_others``: The loop has engines of other drives, whose writes may never end.
+    ``queues_writes``: See :meth:`admit`.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class TransferEngine:
         *,
         threads: int = 16,
         workers_max: int = 0,
-        beside_others: bool = False,
+        queues_writes: bool = False,
     ) -> None:
         self.disk = disk  # Makes plain system calls.
         self._ring = _loop_ring(choice, workers_max)
@@ -105,9 +104,9 @@ class TransferEngine:
         self._batches = CallsUnderWay()
         self._closing = False
         self._releasing: asyncio.Task[None] | None = None
-        self._beside_others = beside_others
-        # Files whose operations kernel threads run, per operation.
-        self._queued: dict[Op, set[int]] = {Op.READV: set(), Op.WRITEV: set()}
+        self._queues_writes = queues_writes
+        # Files by operation that are submitted with SQE_ASYNC.
+        self._async_fds: dict[Op, set[int]] = {Op.READV: set(), Op.WRITEV: set()}
 
     def admit(self, fd: int) -> None:
         """Choose how a file is read and written; call it on any thread, before the first transfer of the file.
@@ -115,14 +114,16 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
 
-        The same holds for buffered writes beside other drives: of those that would block, the kernel runs only one at a
-        time for each of 64 hashes of an inode, so one would wait for a frozen drive. Those that never try are exempt.
+        With ``queues_writes``, buffered writes go there, too. Otherwise the kernel would try each write first, sort
+        those that would block by a hash of their inode into 64 groups, for all rings of the thread, and run one of a
+        group at a time: it could wait for one on a frozen drive. The kernel does not sort writes that it never tries
+        (since Linux 5.18), nor direct writes to ext4 and XFS.
         """
         is_slow = not self.disk.supports_nowait(fd)
-        is_buffered = not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        for op, is_queued in ((Op.READV, is_slow), (Op.WRITEV, is_slow or (self._beside_others and is_buffered))):
+        is_queued = is_slow or (self._queues_writes and not self.disk.is_direct(fd))
+        for op, is_async in ((Op.READV, is_slow), (Op.WRITEV, is_queued)):
             # A closed file may have had the same number.
-            (self._queued[op].add if is_queued else self._queued[op].discard)(fd)
+            (self._async_fds[op].add if is_async else self._async_fds[op].discard)(fd)
 
     # Plain functions, because a coroutine that only awaits another one takes part in each of its resumptions.
     def read(
@@ -134,7 +135,7 @@ class TransferEngine:
     def write(
         self, transfers: Sequence[Transfer], precedence: Precedence = Precedence.STORE
     ) -> Coroutine[Any, Any, None]:
-        """Write, with the same guarantee."""
+        """Write, with the same guarantee. The file stays open until then: a kernel thread may look it up late."""
         return self._move(Op.WRITEV, self.disk.pwritev, transfers, precedence)
 
     async def call(self, function: Callable[[], _R], *, precedence: Precedence = Precedence.STORE) -> _R:
@@ -235,8 +236,8 @@ class TransferEngine:
         if len(at) < len(runs):
             runs, sizes, fds = [runs[i] for i in at], [sizes[i] for i in at], [fds[i] for i in at]
         sqes, iovecs = _operations(op, runs, fds)
-        if queued := self._queued[op]:
-            sqes["flags"] = [SQE_ASYNC if fd in queued else 0 for fd in fds]
+        if async_fds := self._async_fds[op]:
+            sqes["flags"] = [SQE_ASYNC if fd in async_fds else 0 for fd in fds]
         return ring.run(sqes, sizes, precedence=precedence, keep=(iovecs, runs))
 
 

@@ -183,7 +183,7 @@ def _stays_on(engine_config: Any) -> bool:
         layers = engine_config.compilation_config.static_forward_context
         trial = copy.deepcopy(engine_config, {id(layers): {}})  # Without the weights.
         trial.cache_config.enable_prefix_caching = True
-        with _variables_kept():
+        with _settings_kept():
             trial.__post_init__()
     # As above.
     except Exception:
@@ -192,14 +192,16 @@ def _stays_on(engine_config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _variables_kept() -> Iterator[None]:
-    """Undo changes of this process's variables: vLLM sets some for the configuration that it is given."""
-    before = os.environ.copy()
+def _settings_kept() -> Iterator[None]:
+    """Undo changes of vLLM's variables in this process: vLLM sets some for the configuration that it is given."""
+    before = _settings()
     try:
         yield
     finally:
-        for name in before | os.environ:
-            if name not in before:
-                del os.environ[name]
-            elif os.environ.get(name) != before[name]:
-                os.environ[name] = before[name]
+        for name in _settings().keys() - before:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}

@@ -66,7 +66,8 @@ async def test_close_beside_a_frozen_drive_leaves_the_other_one(tmp_path: Path, 
             await eventually_async(lambda: not open_files(one), 60, "all files are closed")
 
 
-async def test_buffered_writes_wait_for_no_other_drive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+async def test_buffered_writes_wait_for_no_other_drive(tmp_path: Path, position: int) -> None:
     """Buffered writes to many files of one drive end while those to as many files of another one are blocked.
 
     By default Linux runs buffered writes to two files one after the other if hashes of their inodes are equal, of 64.
@@ -74,33 +75,28 @@ async def test_buffered_writes_wait_for_no_other_drive(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     drives = Drives(OsDisk(), "io_uring", 2, threads=4, frozen_s=2.0)
-    with (
-        ext4(tmp_path / "a") as one,
-        ext4(tmp_path / "b") as two,
-        contextlib.ExitStack() as files,
-        mmap.mmap(-1, 4096) as page,
-    ):
-        fds = []
+    assert drives.name == "io_uring"
+    page = memoryview(bytes(4096))
+    with ext4(tmp_path / "a") as one, ext4(tmp_path / "b") as two, contextlib.ExitStack() as files:
+        writes: list[list[Transfer]] = []
         for root, point in enumerate((one, two)):
+            writes.append([])
             for number in range(100):
                 file = files.enter_context((point / str(number)).open("wb+", buffering=0))
                 file.write(page)
                 drives.admit(root, file.fileno())
-                fds.append(file.fileno())
-        blocked, free = ([Transfer(fd, 0, [memoryview(page)], 4096) for fd in some] for some in (fds[:100], fds[100:]))
-        with frozen(one):
-            blocking = asyncio.create_task(drives.write(blocked))
+                writes[root].append(Transfer(file.fileno(), 0, [page], 4096))
+        with frozen((one, two)[position]):
+            blocked = asyncio.create_task(drives.write(writes[position]))
             await asyncio.sleep(0.2)
-            writing = asyncio.create_task(drives.write(free))
+            free = asyncio.create_task(drives.write(writes[1 - position]))
             # Without an assertion, because a cancelled write waits for its end.
-            await asyncio.wait({blocking, writing}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
-            ended = blocking.done(), writing.done()
-        await asyncio.gather(blocking, writing)
+            await asyncio.wait({blocked, free}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            ended = blocked.done(), free.done()
+        await asyncio.gather(blocked, free)
         assert ended == (False, True)
-        assert [each.done_bytes for each in blocked + free] == [4096] * 200
+        assert [each.done_bytes for some in writes for each in some] == [4096] * 200
         assert await drives.close(60)
-        for each in blocked + free:
-            each.buffers = ()
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])

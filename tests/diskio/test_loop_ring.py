@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import mmap
 import os
 import random
 import threading
@@ -386,3 +387,23 @@ async def test_files_without_nowait_run_in_kernel_threads(tmp_path: Path, monkey
     await engine.close()
     for fd in fds:
         os.close(fd)
+
+
+async def test_only_buffered_writes_are_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and direct writes are tried first, also in a file whose descriptor was that of a buffered one."""
+    watched = Submissions(monkeypatch, lambda count: None)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    engine = TransferEngine(OsDisk(), "io_uring", queues_writes=True)
+    memory = memoryview(mmap.mmap(-1, 4096))
+    descriptors = set()
+    for direct in (0, os.O_DIRECT, 0):
+        fd = os.open(path, os.O_RDWR | direct)
+        engine.admit(fd)
+        descriptors.add(fd)
+        await engine.write([Transfer(fd, 0, [memory], 4096)])
+        await engine.read([Transfer(fd, 0, [memory], 4096)])
+        os.close(fd)
+        assert watched.flags[-2:] == [0 if direct else SQE_ASYNC, 0]
+    assert len(descriptors) == 1
+    await engine.close()

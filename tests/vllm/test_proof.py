@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,16 @@ def test_prefix_caching_that_vllm_does_not_use_is_doubted(model: Path, tmp_path:
         assert doubt_of_engine(config(model_, **options), None), options
     last = pooling | {"pooler_config": PoolerConfig(seq_pooling_type="LAST")}
     assert doubt_of_engine(config(model, **last), None) is None
+
+
+def test_configuration_on_trial_leaves_variables_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM sets both variables for each configuration."""
+    off = config(model, enable_prefix_caching=False)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", raising=False)
+    assert doubt_of_engine(off, None) is None
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert "VLLM_DISABLE_SHARED_EXPERTS_STREAM" not in os.environ
 
 
 def test_attention_that_is_not_causal_is_doubted(model: Path) -> None:

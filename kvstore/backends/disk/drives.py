@@ -26,12 +26,12 @@ class Drives:
         self.disk = disk
         self._frozen_s = frozen_s
         workers_max = _WORKERS_MAX if roots > 1 else 0
-        make = partial(TransferEngine, disk, threads=threads, workers_max=workers_max, beside_others=roots > 1)
-        self._engines = [make(choice)]
+        self._engines = [TransferEngine(disk, choice, threads=threads, workers_max=workers_max)]
         self.name = self._engines[0].name
         # Only the first one warns that there is no io_uring.
         others: EngineChoice = "io_uring" if self.name == "io_uring" else "threads"
-        self._engines += [make(others) for _ in range(1, roots)]
+        # The writes of one drive may wait for each other.
+        self._engines += [TransferEngine(disk, others, threads=threads, queues_writes=True) for _ in range(1, roots)]
         self._root_of: dict[int, int] = {}
         """By descriptor."""
         self._writing = [0] * roots  # Batches under way.
