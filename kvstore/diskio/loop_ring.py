@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy.typing as npt
 
@@ -60,6 +61,9 @@ rings_at_work: Final[set[LoopRing]] = set()
 """Rings with operations in flight. This reference keeps them and all memory in use alive until the kernel is done, even
 if the loop ends before, as it may with a frozen disk."""
 
+_open_rings: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, int]] = WeakKeyDictionary()
+"""Number of open rings by event loop."""
+
 
 class _Batch:
     """Operations of one call; ``user_data`` of each is the number of the batch and its position in the batch."""
@@ -79,7 +83,7 @@ class _Batch:
 class LoopRing:
     """An io_uring for the thread of one running event loop; created there. Raises OSError if unavailable.
 
-    ``workers_max``: as for :class:`Ring`.
+    ``workers_max``: as for :class:`Ring`. ``is_first``: Whether the loop had no other open ring when this one was made.
     """
 
     def __init__(self, limits: Limits = LIMITS, *, workers_max: int = 0) -> None:
@@ -87,6 +91,9 @@ class LoopRing:
         self._ring = Ring(_ENTRIES, workers_max)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ring.event_fd, self._completed)
+        others = _open_rings.get(self._loop, 0)
+        self.is_first = not others
+        _open_rings[self._loop] = others + 1
         self._numbers = itertools.count()
         self._batches: dict[int, _Batch] = {}
         self._queues: dict[Precedence, deque[_Batch]] = {precedence: deque() for precedence in Precedence}
@@ -140,6 +147,7 @@ class LoopRing:
             self._resume.cancel()
         if self._ring.event_fd >= 0:
             self._loop.remove_reader(self._ring.event_fd)
+            _open_rings[self._loop] -= 1
         self._ring.close()
 
     def _submit(self) -> None:

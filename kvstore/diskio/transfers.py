@@ -84,18 +84,9 @@ class TransferEngine:
     """Moves batches; created on and used from one event loop. Loads have precedence over stores.
 
     If io_uring is not available, ``threads`` replace it, with one warning. ``workers_max`` is for io_uring.
-    ``queues_writes``: See :meth:`admit`.
     """
 
-    def __init__(
-        self,
-        disk: OsDisk,
-        choice: EngineChoice = "auto",
-        *,
-        threads: int = 16,
-        workers_max: int = 0,
-        queues_writes: bool = False,
-    ) -> None:
+    def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, workers_max: int = 0) -> None:
         self.disk = disk  # Makes plain system calls.
         self._ring = _loop_ring(choice, workers_max)
         # The engine in use, ``"io_uring"`` or ``"threads"``.
@@ -104,7 +95,6 @@ class TransferEngine:
         self._batches = CallsUnderWay()
         self._closing = False
         self._releasing: asyncio.Task[None] | None = None
-        self._queues_writes = queues_writes
         # Files by operation that are submitted with SQE_ASYNC.
         self._async_fds: dict[Op, set[int]] = {Op.READV: set(), Op.WRITEV: set()}
 
@@ -114,13 +104,13 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
 
-        With ``queues_writes``, buffered writes go there, too. Otherwise the kernel would try each write first, sort
+        So they do buffered writes, if the loop had a ring before. Otherwise the kernel would try each write first, sort
         those that would block by a hash of their inode into 64 groups, for all rings of the thread, and run one of a
-        group at a time: it could wait for one on a frozen drive. The kernel does not sort writes that it never tries
-        (since Linux 5.18), nor direct writes to ext4 and XFS.
+        group at a time: it could wait for one of another ring, on a frozen drive. The kernel does not sort writes that
+        it never tries (since Linux 5.18), nor direct writes to ext4 and XFS.
         """
         is_slow = not self.disk.supports_nowait(fd)
-        is_queued = is_slow or (self._queues_writes and not self.disk.is_direct(fd))
+        is_queued = is_slow or not (self._ring is None or self._ring.is_first or self.disk.is_direct(fd))
         for op, is_async in ((Op.READV, is_slow), (Op.WRITEV, is_queued)):
             # A closed file may have had the same number.
             (self._async_fds[op].add if is_async else self._async_fds[op].discard)(fd)

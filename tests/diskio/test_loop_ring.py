@@ -389,21 +389,30 @@ async def test_files_without_nowait_run_in_kernel_threads(tmp_path: Path, monkey
         os.close(fd)
 
 
-async def test_only_buffered_writes_are_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_buffered_writes_beside_another_ring_are_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reads and direct writes are tried first, also in a file whose descriptor was that of a buffered one."""
     watched = Submissions(monkeypatch, lambda count: None)
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
-    engine = TransferEngine(OsDisk(), "io_uring", queues_writes=True)
     memory = memoryview(mmap.mmap(-1, 4096))
-    descriptors = set()
-    for direct in (0, os.O_DIRECT, 0):
+
+    async def flags_of(engine: TransferEngine, direct: int) -> list[int]:
         fd = os.open(path, os.O_RDWR | direct)
-        engine.admit(fd)
         descriptors.add(fd)
+        engine.admit(fd)
         await engine.write([Transfer(fd, 0, [memory], 4096)])
         await engine.read([Transfer(fd, 0, [memory], 4096)])
         os.close(fd)
-        assert watched.flags[-2:] == [0 if direct else SQE_ASYNC, 0]
-    assert len(descriptors) == 1
-    await engine.close()
+        return watched.flags[-2:]
+
+    for _ in range(2):
+        engines = [TransferEngine(OsDisk(), "io_uring") for _ in range(3)]
+        descriptors: set[int] = set()
+        assert [await flags_of(each, 0) for each in engines] == [[0, 0], [SQE_ASYNC, 0], [SQE_ASYNC, 0]]
+        assert await flags_of(engines[1], os.O_DIRECT) == [0, 0]
+        assert len(descriptors) == 1
+        for engine in engines:
+            await engine.close()
+            await engine.close()

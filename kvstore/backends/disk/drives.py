@@ -30,8 +30,7 @@ class Drives:
         self.name = self._engines[0].name
         # Only the first one warns that there is no io_uring.
         others: EngineChoice = "io_uring" if self.name == "io_uring" else "threads"
-        # The writes of one drive may wait for each other.
-        self._engines += [TransferEngine(disk, others, threads=threads, queues_writes=True) for _ in range(1, roots)]
+        self._engines += [TransferEngine(disk, others, threads=threads) for _ in range(1, roots)]
         self._root_of: dict[int, int] = {}
         """By descriptor."""
         self._writing = [0] * roots  # Batches under way.
