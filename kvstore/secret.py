@@ -103,7 +103,7 @@ class SecretStr:
         return next(iter(self._source.paths), None)
 
     def earlier(self, within_s: float) -> str | None:
-        """Return the secret that the one in the file replaced in the last ``within_s``; None if there is none."""
+        """Return the previous secret if it was replaced in the last ``within_s`` seconds, else None."""
         return self._source.previous if time.monotonic() - self._source.replaced_at <= within_s else None
 
     def _checked(self, secret: str) -> str:

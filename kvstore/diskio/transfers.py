@@ -104,13 +104,14 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
 
-        So they do buffered writes, if the loop had a ring before. Otherwise the kernel would try each write first, sort
-        those that would block by a hash of their inode into 64 groups, for all rings of the thread, and run one of a
-        group at a time: it could wait for one of another ring, on a frozen drive. The kernel does not sort writes that
-        it never tries (since Linux 5.18), nor direct writes to ext4 and XFS.
+        They also run buffered writes if the loop already had a ring. Otherwise the kernel would try each write first,
+        sort those that would block by a hash of their inode into 64 groups, for all rings of the thread, and run one of
+        a group at a time, so that a write could wait for one of another ring, on a frozen drive. The kernel does not
+        sort writes that it has not tried (since Linux 5.18), nor direct writes to ext4 and XFS.
         """
         is_slow = not self.disk.supports_nowait(fd)
-        is_queued = is_slow or not (self._ring is None or self._ring.is_first or self.disk.is_direct(fd))
+        is_beside_another_ring = self._ring is not None and not self._ring.is_first
+        is_queued = is_slow or (is_beside_another_ring and not self.disk.is_direct(fd))
         for op, is_async in ((Op.READV, is_slow), (Op.WRITEV, is_queued)):
             # A closed file may have had the same number.
             (self._async_fds[op].add if is_async else self._async_fds[op].discard)(fd)
