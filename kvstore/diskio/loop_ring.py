@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ rings_at_work: Final[set[LoopRing]] = set()
 """Rings with operations in flight. This reference keeps them and all memory in use alive until the kernel is done, even
 if the loop ends before, as it may with a frozen disk."""
 
-_open_rings: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, int]] = WeakKeyDictionary()
-"""Number of open rings by event loop."""
+_open_rings: Final[WeakKeyDictionary[threading.Thread, int]] = WeakKeyDictionary()
+"""Number of open rings by thread."""
 
 
 class _Batch:
@@ -83,7 +84,7 @@ class _Batch:
 class LoopRing:
     """An io_uring for the thread of one running event loop; created there. Raises OSError if unavailable.
 
-    ``workers_max``: as for :class:`Ring`. ``is_first``: Whether the loop had no other open ring when this one was made.
+    ``workers_max``: as for :class:`Ring`. ``is_first``: Whether the thread had no open ring when this one was made.
     """
 
     def __init__(self, limits: Limits = LIMITS, *, workers_max: int = 0) -> None:
@@ -91,9 +92,10 @@ class LoopRing:
         self._ring = Ring(_ENTRIES, workers_max)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ring.event_fd, self._completed)
-        others = _open_rings.get(self._loop, 0)
+        self._thread = threading.current_thread()
+        others = _open_rings.get(self._thread, 0)
         self.is_first = not others
-        _open_rings[self._loop] = others + 1
+        _open_rings[self._thread] = others + 1
         self._numbers = itertools.count()
         self._batches: dict[int, _Batch] = {}
         self._queues: dict[Precedence, deque[_Batch]] = {precedence: deque() for precedence in Precedence}
@@ -147,7 +149,7 @@ class LoopRing:
             self._resume.cancel()
         if self._ring.event_fd >= 0:
             self._loop.remove_reader(self._ring.event_fd)
-            _open_rings[self._loop] -= 1
+            _open_rings[self._thread] -= 1
         self._ring.close()
 
     def _submit(self) -> None:

@@ -104,10 +104,11 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would block. The kernel would
         complete it during the submission, so kernel threads run these operations instead.
 
-        They also run buffered writes if the loop already had a ring. Otherwise the kernel would try each write first,
+        They also run buffered writes if the thread already had a ring. Otherwise the kernel would try each write first,
         sort those that would block by a hash of their inode into 64 groups, for all rings of the thread, and run one of
         a group at a time, so that a write could wait for one of another ring, on a frozen drive. The kernel does not
-        sort writes that it has not tried (since Linux 5.18), nor direct writes to ext4 and XFS.
+        sort writes that it has not tried (since Linux 5.18), nor, in new kernels, direct writes to ext4 and XFS; those
+        to btrfs may still wait.
         """
         is_slow = not self.disk.supports_nowait(fd)
         is_beside_another_ring = self._ring is not None and not self._ring.is_first

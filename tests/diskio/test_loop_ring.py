@@ -373,7 +373,7 @@ async def test_files_without_nowait_run_in_kernel_threads(tmp_path: Path, monkey
     for name in ("slow", "quick"):
         path = tmp_path / name
         path.write_bytes(name.encode().ljust(4096))
-        fds.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        fds.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
     slow, quick = fds
     engine = TransferEngine(SlowDisk(), "io_uring")
     for fd in fds:
@@ -382,6 +382,8 @@ async def test_files_without_nowait_run_in_kernel_threads(tmp_path: Path, monkey
     reads = [Transfer(fd, 0, [target], 4096) for fd, target in zip((slow, quick, slow), targets, strict=True)]
     await engine.read(reads)
     assert [bytes(target).strip() for target in targets] == [b"slow", b"quick", b"slow"]
+    assert watched.flags[-3:] == [SQE_ASYNC, 0, SQE_ASYNC]
+    await engine.write(reads)
     assert watched.flags[-3:] == [SQE_ASYNC, 0, SQE_ASYNC]
     assert os.get_blocking(quick), "a file that says it never waits would be taken at its word"
     await engine.close()
@@ -413,6 +415,28 @@ async def test_only_buffered_writes_beside_another_ring_are_queued(
         assert [await flags_of(each, 0) for each in engines] == [[0, 0], [SQE_ASYNC, 0], [SQE_ASYNC, 0]]
         assert await flags_of(engines[1], os.O_DIRECT) == [0, 0]
         assert len(descriptors) == 1
+        await engines.pop().close()
+        engines.append(TransferEngine(OsDisk(), "io_uring"))
+        assert await flags_of(engines[-1], 0) == [SQE_ASYNC, 0]
         for engine in engines:
             await engine.close()
             await engine.close()
+
+
+async def test_rings_of_earlier_loops_count() -> None:
+    """A loop that ended while the kernel had operations leaves its ring open; the kernel sorts writes by thread."""
+
+    def made() -> list[bool]:
+        rings, loops = [], [asyncio.new_event_loop() for _ in range(2)]
+
+        async def make() -> None:
+            rings.append(LoopRing())
+
+        for loop in loops:
+            loop.run_until_complete(make())
+        for ring, loop in zip(rings, loops, strict=True):
+            ring.close()
+            loop.close()
+        return [ring.is_first for ring in rings]
+
+    assert await asyncio.to_thread(made) == [True, False]

@@ -122,6 +122,19 @@ def test_configuration_on_trial_leaves_variables_alone(model: Path, monkeypatch:
     assert "VLLM_DISABLE_SHARED_EXPERTS_STREAM" not in os.environ
 
 
+def test_trial_that_fails_leaves_variables_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration that can't be tried is doubted."""
+    off = config(model, enable_prefix_caching=False)
+
+    def fail(self: object) -> None:
+        os.environ["VLLM_TRIAL"] = "1"
+        raise ValueError("not on this platform")
+
+    monkeypatch.setattr(type(off), "__post_init__", fail)
+    assert doubt_of_engine(off, None) is not None
+    assert "VLLM_TRIAL" not in os.environ
+
+
 def test_attention_that_is_not_causal_is_doubted(model: Path) -> None:
     """Its blocks depend on later tokens, also where prefix caching is on."""
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(non_causal=flag)) for flag in (False, True)]
